@@ -1,0 +1,39 @@
+"""Tune millions of hyperparameters while a PyTorch model trains."""
+
+from . import callbacks, hyperparameters, solvers
+from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
+from .errors import BestResponseWarning, Error
+from .implicit import Direct, Hypergradient, Implicit, Method, backward, hypergradient
+from .problem import Problem
+from .solvers import ConjugateGradient, Exact, Identity, Neumann, Solver, Status
+from .tuner import Tuner
+from .unrolled import Unrolled
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BestResponseWarning",
+    "ConjugateGradient",
+    "Curvature",
+    "Direct",
+    "Error",
+    "Exact",
+    "FiniteDifference",
+    "Hessian",
+    "Hypergradient",
+    "Identity",
+    "Implicit",
+    "Linearisation",
+    "Method",
+    "Neumann",
+    "Problem",
+    "Solver",
+    "Status",
+    "Tuner",
+    "Unrolled",
+    "backward",
+    "callbacks",
+    "hypergradient",
+    "hyperparameters",
+    "solvers",
+]

@@ -1,0 +1,126 @@
+"""A walk through an autograd graph: which leaves it reaches, and which nodes lose a second derivative.
+
+Autograd does not raise by itself when a first derivative cannot be differentiated again. With
+``torch.autograd.grad(inputs=...)`` the path through such a node is pruned, and the product comes out
+as zeros or too small. So the graph is searched for the nodes that are known to do so.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .errors import SecondDerivativeError
+
+# Every function wrapped by once_differentiable shares the code object of one inner function.
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+_WAYS_OUT = (
+    (
+        "scaled_dot_product",
+        "run the loss under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose attention has "
+        "second derivatives",
+    ),
+    ("checkpoint", "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"),
+    (
+        "torch.compile",
+        "give Problem the module as it was before torch.compile, and train with the compiled one",
+    ),
+    ("CuDNN", "run the loss under torch.backends.cudnn.flags(enabled=False)"),
+    ("", "write the operation with twice differentiable ones, or use Implicit(curvature=FiniteDifference())"),
+)
+
+
+def nodes(tensors: Iterable[Tensor], until: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """Each node of the graphs that made ``tensors``, once; not those that made ``until``."""
+    seen = {x.grad_fn for x in until}
+    pending = []
+    for x in tensors:
+        if x.grad_fn is not None and x.grad_fn not in seen:
+            seen.add(x.grad_fn)
+            pending.append(x.grad_fn)
+    while pending:
+        node = pending.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
+def leaves(loss: Tensor, until: Iterable[Tensor] = ()) -> set[int]:
+    """The identities of the leaves (parameters) that a loss depends on."""
+    found = {id(node.variable) for node in nodes([loss], until) if hasattr(node, "variable")}
+    return found | {id(loss)} if loss.is_leaf else found
+
+
+def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
+    """Raise where the first derivative of a training loss is one that cannot be differentiated."""
+    for node in nodes([loss], until):
+        if node.name() == "CheckpointFunctionBackward":
+            raise second_derivative_error("re-entrant checkpoint", "its inside is hidden from autograd.grad")
+        function: Any = getattr(node, "_forward_cls", None)
+        backward = getattr(function, "backward", None)
+        if getattr(backward, "__code__", None) is _ONCE:
+            name = f"{function.__module__}.{function.__qualname__}"
+            raise second_derivative_error(name, "its backward is marked @once_differentiable")
+
+
+def inspect_gradient(gradient: Iterable[Tensor], until: Iterable[Tensor] = ()) -> None:
+    """Raise when the graph of a gradient holds a node through which it cannot be differentiated."""
+    for node in nodes(gradient, until):
+        if node.name() in ("torch::autograd::NotImplemented", "torch::autograd::Error"):
+            raise second_derivative_error("an operation of the training loss", _message_of(node))
+
+
+def _message_of(node: Any) -> str:
+    """What a node that only raises would say, with the operation's name in it."""
+    try:
+        node(torch.zeros(()))
+    except RuntimeError as error:
+        return str(error)
+    return str(node.name())
+
+
+def vector_product(
+    outputs: Mapping[str, Tensor], inputs: Sequence[Tensor], v: Mapping[str, Tensor], retain_graph: bool
+) -> Sequence[Tensor | None]:
+    """vᵀ ∂outputs/∂inputs, None where an input is not reached.
+
+    Outputs without a graph are constant, and left out. Torch's own errors for missing second
+    derivatives, some of which come only now, are told in our form.
+    """
+    varying = {name: x for name, x in outputs.items() if x.requires_grad}
+    if not varying:
+        return [None] * len(inputs)
+    try:
+        return torch.autograd.grad(
+            list(varying.values()),
+            inputs,
+            [v[name] for name in varying],
+            retain_graph=retain_graph,
+            allow_unused=True,
+        )
+    except RuntimeError as error:
+        if not _is_missing_derivative(error):
+            raise
+        raise second_derivative_error("an operation of the training loss", str(error)) from error
+
+
+def second_derivative_error(operation: str, reason: str) -> SecondDerivativeError:
+    """One form for all of them: required, got, do this."""
+    said = f"{operation} {reason}"
+    way_out = next(way for sign, way in _WAYS_OUT if sign in said)
+    return SecondDerivativeError(
+        "a hypergradient differentiates the training gradient once more, which requires a second "
+        f"derivative of every operation in train_loss; got {operation}: {reason}. To mend it, {way_out}."
+    )
+
+
+def _is_missing_derivative(error: RuntimeError) -> bool:
+    """Whether torch raised because a second derivative does not exist."""
+    text = str(error)
+    signs = ("not implemented", "double backward", "Double backward", "differentiate twice")
+    return any(sign in text for sign in signs)

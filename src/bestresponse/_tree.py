@@ -1,0 +1,114 @@
+"""Arithmetic on trees, dicts of tensors with equal keys: the only sums over all weights.
+
+Sums run in float32 at least, whatever the tensors' dtype, and in float64 across tensors.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def dot(a: Tree, b: Tree) -> float:
+    """The sum of the products of all entries."""
+    if not a:
+        return 0.0
+    parts = []
+    for name, x in a.items():
+        wide = _wide(x)
+        parts.append(torch.dot(x.reshape(-1).to(wide), b[name].reshape(-1).to(wide)).double())
+    return float(torch.stack(parts).sum())
+
+
+def norm(a: Tree) -> float:
+    """The Euclidean norm; entries whose squares underflow or overflow are scaled first."""
+    if not a:
+        return 0.0
+    size = _plain_norm(a)
+    if 0.0 < size < math.inf or math.isnan(size):
+        return size
+    largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in a.values())
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
+    return largest * _plain_norm({name: x.double() / largest for name, x in a.items()})
+
+
+def _plain_norm(a: Tree) -> float:
+    norms = [torch.linalg.vector_norm(x, dtype=_wide(x)).double() for x in a.values()]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def scale(a: Tree, factor: float) -> Tree:
+    """A new tree, ``factor * a``."""
+    return dict(zip(a, torch._foreach_mul(list(a.values()), factor), strict=True))
+
+
+def scale_(a: Tree, factor: float) -> Tree:
+    """``a *= factor``, in place."""
+    torch._foreach_mul_(list(a.values()), factor)
+    return a
+
+
+def add(a: Tree, b: Tree, factor: float = 1.0) -> Tree:
+    """A new tree, ``a + factor * b``."""
+    sums = torch._foreach_add(list(a.values()), [b[name] for name in a], alpha=factor)
+    return dict(zip(a, sums, strict=True))
+
+
+def add_(a: Tree, b: Tree, factor: float = 1.0) -> Tree:
+    """``a += factor * b``, in place."""
+    torch._foreach_add_(list(a.values()), [b[name] for name in a], alpha=factor)
+    return a
+
+
+def copy(a: Mapping[str, Tensor]) -> Tree:
+    """A new tree with the values of ``a``, outside any graph."""
+    return {name: x.detach().clone() for name, x in a.items()}
+
+
+def zeros_like(a: Mapping[str, Tensor]) -> Tree:
+    """A tree of zeros with the shapes of ``a``."""
+    return {name: torch.zeros_like(x) for name, x in a.items()}
+
+
+def detached(a: Mapping[str, Tensor]) -> Tree:
+    """The same storage, outside any graph."""
+    return {name: x.detach() for name, x in a.items()}
+
+
+def not_finite(a: Mapping[str, Tensor | None]) -> list[str]:
+    """The names of the tensors that hold a NaN or an infinity."""
+    return [name for name, x in a.items() if x is not None and not bool(x.isfinite().all())]
+
+
+def size(a: Mapping[str, Tensor]) -> int:
+    """The number of entries in all tensors together."""
+    return sum(x.numel() for x in a.values())
+
+
+def same_layout(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether names, shapes, dtypes and devices agree."""
+    return a.keys() == b.keys() and all(
+        x.shape == b[name].shape and x.dtype == b[name].dtype and x.device == b[name].device
+        for name, x in a.items()
+    )
+
+
+def flatten(a: Tree) -> Tensor:
+    """All entries as one vector, in the order of the names."""
+    return torch.cat([x.reshape(-1) for x in a.values()])
+
+
+def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Tree:
+    """The inverse of `flatten`: a vector cut into the shapes (and dtypes) of ``like``."""
+    pieces: Iterable[Tensor] = torch.split(vector, [x.numel() for x in like.values()])
+    return {
+        name: piece.view(x.shape).to(x.dtype) for (name, x), piece in zip(like.items(), pieces, strict=True)
+    }

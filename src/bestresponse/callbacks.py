@@ -1,0 +1,184 @@
+"""Callbacks of `Tuner`: plain callables that it calls with itself after each hyper-step.
+
+One with a method ``close()`` has it called when a run ends, also by an error or an interrupt.
+Any function of the tuner will do; it reads ``tuner.history`` and may call ``tuner.stop(reason)``.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from . import _tree
+from .errors import ArgumentError
+
+if TYPE_CHECKING:
+    from .tuner import Tuner
+
+
+class Progress:
+    """A progress bar with both losses, the hypergradient's norm, and the time left."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+
+    def __call__(self, tuner: "Tuner") -> None:
+        if self._bar is None:
+            begun = tuner.hyper_step - 1
+            self._bar = tqdm(
+                total=tuner.last_hyper_step, initial=begun, unit="hyper-step", dynamic_ncols=True
+            )
+        row = tuner.history[-1]
+        shown = {
+            "train": f"{row['train_loss']:.3g}",
+            "val": f"{row['val_loss']:.3g}",
+            "|dL/dλ|": f"{row['hypergradient_norm']:.2g}",
+        }
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Evaluate:
+    """Measure held-out data: what is tuned on validation data fits it better than anything else.
+
+    Args:
+        function: (model, hyper) -> dict of numbers, which are added to the row in the history. It runs in
+            eval mode without gradients, and leaves random state and buffers as they were.
+        every: hyper-steps between two measurements; the last step of a run is measured in any case.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Mapping[str, float]], every: int = 1) -> None:
+        if every < 1:
+            raise ArgumentError(f"Evaluate.every must be an integer ≥ 1; got {every!r}.")
+        self.function, self.every = function, every
+
+    def __call__(self, tuner: "Tuner") -> None:
+        if tuner.hyper_step % self.every and tuner.hyper_step != tuner.last_hyper_step:
+            return
+        problem = tuner.problem
+        with problem.undisturbed() as passes, passes.eval_mode(), torch.no_grad():
+            values = self.function(problem.model, problem.hyper)
+        tuner.history[-1].update({name: float(value) for name, value in values.items()})
+
+
+class KeepBest:
+    """Keep a copy of weights, buffers and hyperparameters where a number of the history was best.
+
+    Args:
+        key: the number's name in the rows, such as "val_loss" or one that `Evaluate` adds.
+        mode: whether "min" or "max" is best.
+    """
+
+    def __init__(self, key: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
+        _check_mode("KeepBest", mode)
+        self.key, self.mode = key, mode
+        self.row: dict[str, Any] | None = None
+        self._model: dict[str, Any] = {}
+        self._hyper: dict[str, Any] = {}
+
+    def __call__(self, tuner: "Tuner") -> None:
+        row = tuner.history[-1]
+        if not _improves(row, self.row, self.key, self.mode):
+            return
+        self.row = row
+        self._model = _tree.copy(tuner.problem.model.state_dict())
+        self._hyper = _tree.copy(tuner.problem.hyper.state_dict())
+
+    def restore(self, tuner: "Tuner") -> None:
+        """Put the best state back into the modules.
+
+        Raises:
+            ArgumentError: no row has had the number yet.
+        """
+        if self.row is None:
+            raise ArgumentError(f"KeepBest needs a row with {self.key!r} before it can restore; got none.")
+        tuner.problem.model.load_state_dict(self._model)
+        tuner.problem.hyper.load_state_dict(self._hyper)
+
+
+class EarlyStopping:
+    """Stop a run when a number of the history has not improved for a while.
+
+    Args:
+        key: the number's name in the rows; rows without it do not count.
+        patience: rows with it to wait for an improvement.
+        mode: whether "min" or "max" is best.
+    """
+
+    def __init__(
+        self, key: str = "val_loss", patience: int = 20, mode: Literal["min", "max"] = "min"
+    ) -> None:
+        _check_mode("EarlyStopping", mode)
+        if patience < 1:
+            raise ArgumentError(f"EarlyStopping.patience must be an integer ≥ 1; got {patience!r}.")
+        self.key, self.patience, self.mode = key, patience, mode
+        self._best: dict[str, Any] | None = None
+        self._waited = 0
+
+    def __call__(self, tuner: "Tuner") -> None:
+        row = tuner.history[-1]
+        if self.key not in row:
+            return
+        if _improves(row, self._best, self.key, self.mode):
+            self._best, self._waited = row, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            assert self._best is not None
+            tuner.stop(
+                f"{self.key} has not improved on {self._best[self.key]:.4g} for {self.patience} measurements"
+            )
+
+
+class JSONLines:
+    """Write each row of the history to a file as it comes, a JSON object a line.
+
+    Args:
+        path: the file; rows are appended.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: IO[str] | None = None
+
+    def __call__(self, tuner: "Tuner") -> None:
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(to_json(tuner.history[-1]) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; the next row opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def to_json(value: Any) -> str:
+    """A JSON text that every reader accepts: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        value = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in value.items()}
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _check_mode(name: str, mode: str) -> None:
+    if mode not in ("min", "max"):
+        raise ArgumentError(f'{name}.mode must be "min" or "max"; got {mode!r}.')
+
+
+def _improves(row: Mapping[str, Any], best: Mapping[str, Any] | None, key: str, mode: str) -> bool:
+    if key not in row or math.isnan(row[key]):
+        return False
+    if best is None:
+        return True
+    return bool(row[key] < best[key] if mode == "min" else row[key] > best[key])

@@ -1,0 +1,62 @@
+"""The command ``bestresponse``: the paper's experiments, generated from their dataclasses."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import Error
+
+_USAGE = """\
+usage: bestresponse reproduce NAME [options]   run an experiment of the paper; NAME is one of: {names}
+       bestresponse plot FOLDER                draw the figures of a run again, from what it has written
+       bestresponse COMMAND --help             every option with its default"""
+
+
+@dataclass
+class Plot:
+    """Draw the figures of a run again, from the files in its folder alone."""
+
+    folder: Path
+    """The folder of the run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except Error as error:
+        print(f"bestresponse: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nbestresponse: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    try:
+        import tyro
+
+        from .experiments import overfit, plots
+    except ModuleNotFoundError as error:
+        raise Error(
+            f"the command line needs the package {error.name!r}, which is not installed. "
+            "Run: pip install 'bestresponse[experiments]'"
+        ) from error
+    experiments: dict[str, tuple[type[Any], Any]] = {"overfit": (overfit.Overfit, overfit.run)}
+    usage = _USAGE.format(names=", ".join(experiments))
+    match words:
+        case ["reproduce", name, *rest] if name in experiments:
+            config, run = experiments[name]
+            run(tyro.cli(config, prog=f"bestresponse reproduce {name}", args=rest))
+        case ["plot", *rest]:
+            plot = tyro.cli(tyro.conf.OmitSubcommandPrefixes[Plot], prog="bestresponse plot", args=rest)
+            print("\n".join(str(path) for path in plots.draw(plot.folder)))
+        case [] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
+            print(usage)
+        case _:
+            print(f"{usage}\n\nbestresponse: no such command: {' '.join(words[:2])}", file=sys.stderr)
+            return 2
+    return 0

@@ -1,0 +1,220 @@
+"""The linearised training gradient: its products with weights and with hyperparameters.
+
+At (w, λ) the training gradient g(w, λ) = ∂L_T/∂w has two derivatives, the curvature ∂g/∂w and the mixed
+term ∂g/∂λ. Both are used as maps of one vector v over the weights: v ↦ A v and v ↦ v · ∂g/∂λ.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _graph, _tree
+from ._tree import Tree
+from .errors import ArgumentError, EvaluationError
+from .problem import Passes, Problem
+
+_KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu")
+
+
+class Linearisation(ABC):
+    """The training gradient of one batch, linearised at the present weights and hyperparameters.
+
+    Calling it is the product v ↦ A v, so a solver takes it as it is. Vectors are dicts with a tensor
+    for each weight in `names`: weights that the training loss does not reach have no best response,
+    and are left out.
+
+    Attributes:
+        names: the weights in the linear system.
+        reached: the identities of the leaves that the training loss depends on.
+        gradient: ∂L_T/∂w, without a graph.
+    """
+
+    names: list[str]
+    reached: set[int]
+    gradient: Tree
+
+    @abstractmethod
+    def __call__(self, v: Tree) -> Tree:
+        """A v."""
+
+    @abstractmethod
+    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+        """V · ∂²L_T/∂w∂λ by hyperparameter, None where λ does not reach the training gradient.
+
+        It is the last call: what the linearisation held is freed.
+        """
+
+
+class Curvature(ABC):
+    """Which matrix stands for the curvature of the training loss."""
+
+    @abstractmethod
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        """Linearise the training gradient of ``batch`` at the present weights and hyperparameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hessian(Curvature):
+    """A = ∂²L_T/∂w², by double backward: exact, and indefinite where the loss is not convex.
+
+    The training gradient's graph is built once; a product is one backward pass through it, and its
+    memory does not grow with the number of products.
+
+    Raises:
+        SecondDerivativeError: an operation of the training loss has no second derivative.
+    """
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        return _DoubleBackward(passes, batch)
+
+
+@dataclass(frozen=True, eq=False)
+class FiniteDifference(Curvature):
+    """A v ≈ (g(w + εv) − g(w − εv)) / 2ε, and the mixed term likewise: no second derivative is asked for.
+
+    For models whose operations have none (fused attention, custom kernels). Each product costs two
+    training gradients. The weights are perturbed in place and put back by copy; both sides see the
+    same random state and buffers.
+
+    The direction is normalised, and ε = step · (1 + ‖w‖). In float64 the products are right to 1e-8 to
+    1e-10, in float32 to about 1e-3 on smooth networks. *On networks with kinks (ReLU, max pooling)
+    a float32 difference crosses them and can be wrong by more than the product itself*: there is a
+    warning, and `Hessian` or float64 to use instead.
+
+    Args:
+        step: None takes the cube root of the dtype's precision, which balances rounding and truncation.
+
+    Raises:
+        ArgumentError: weights in half precision, which rounds the perturbation away.
+    """
+
+    step: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.step is not None and not 0.0 < self.step < 1.0:
+            raise ArgumentError(f"FiniteDifference.step must lie in (0, 1), or be None; got {self.step!r}.")
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        return _Difference(passes, batch, self.step)
+
+
+class _DoubleBackward(Linearisation):
+    def __init__(self, passes: Passes, batch: Any) -> None:
+        loss = passes.train_loss(batch)
+        self.reached = _graph.leaves(loss)
+        self.names = reached_weights(passes.problem, self.reached)
+        self._weights = [passes.problem.weights[n] for n in self.names]
+        self._hyperparameters = passes.problem.hyperparameters
+        _graph.inspect_loss(loss)
+        gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
+        _graph.inspect_gradient(gradient)
+        self._graph = dict(zip(self.names, gradient, strict=True))
+        self.gradient = _tree.detached(self._graph)
+
+    def __call__(self, v: Tree) -> Tree:
+        products = _graph.vector_product(self._graph, self._weights, v, retain_graph=True)
+        return {
+            name: torch.zeros_like(w) if product is None else product
+            for name, w, product in zip(self.names, self._weights, products, strict=True)
+        }
+
+    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+        inputs = list(self._hyperparameters.values())
+        products = _graph.vector_product(self._graph, inputs, v, retain_graph=False)
+        self._graph = {}
+        return dict(zip(self._hyperparameters, products, strict=True))
+
+
+class _Difference(Linearisation):
+    def __init__(self, passes: Passes, batch: Any, step: float | None) -> None:
+        self._passes, self._batch = passes, batch
+        loss = passes.train_loss(batch)
+        self.reached = _graph.leaves(loss)
+        self.names = reached_weights(passes.problem, self.reached)
+        self._weights = {n: passes.problem.weights[n] for n in self.names}
+        self._hyperparameters = {
+            n: p for n, p in passes.problem.hyperparameters.items() if id(p) in self.reached
+        }
+        coarse = [n for n, w in self._weights.items() if torch.finfo(w.dtype).bits < 32]
+        if coarse:
+            raise ArgumentError(
+                f"FiniteDifference needs weights in float32 or float64; got half precision in {coarse[:5]}. "
+                "Keep float32 weights and run the loss under torch.autocast."
+            )
+        _warn_of_kinks(passes.problem, loss, self._weights)
+        gradient = torch.autograd.grad(loss, list(self._weights.values()))
+        self.gradient = dict(zip(self.names, gradient, strict=True))
+        precision = max(torch.finfo(w.dtype).eps for w in self._weights.values())
+        relative = step if step is not None else precision ** (1 / 3)
+        self._step = relative * (1.0 + _tree.norm(_tree.detached(self._weights)))
+
+    def __call__(self, v: Tree) -> Tree:
+        difference = self._difference(v, self._weights)
+        return {n: torch.zeros_like(v[n]) if x is None else x for n, x in difference.items()}
+
+    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+        return dict.fromkeys(self._passes.problem.hyperparameters) | self._difference(
+            v, self._hyperparameters
+        )
+
+    def _difference(self, v: Tree, inputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """(∂L_T/∂inputs at w + εv less that at w − εv) / 2ε, with v normalised and scaled back."""
+        size = _tree.norm(v)
+        if size == 0.0 or not inputs:
+            return {n: torch.zeros_like(x) for n, x in inputs.items()}
+        ahead = self._gradient_at(self._step / size, v, inputs)
+        behind = self._gradient_at(-self._step / size, v, inputs)
+        factor = size / (2.0 * self._step)
+        return {
+            n: None if a is None or b is None else (a - b) * factor
+            for n, a, b in zip(inputs, ahead, behind, strict=True)
+        }
+
+    def _gradient_at(self, step: float, v: Tree, inputs: Mapping[str, Tensor]) -> Sequence[Tensor | None]:
+        kept = _tree.copy(self._weights)
+        try:
+            with torch.no_grad():
+                for name, w in self._weights.items():
+                    w.add_(v[name], alpha=step)
+            loss = self._passes.train_loss(self._batch)
+            return torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+        finally:
+            with torch.no_grad():
+                for name, w in self._weights.items():
+                    w.copy_(kept[name])
+
+
+def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
+    """The weights that the training loss depends on; the others are named once."""
+    names = [n for n, w in problem.weights.items() if id(w) in reached]
+    if not names:
+        frozen = [n for n, w in problem.weights.items() if not w.requires_grad]
+        why = f"; {frozen[:5]} no longer require a gradient" if frozen else ""
+        raise EvaluationError(
+            f"train_loss must depend on a weight of the model; it reaches none of {list(problem.weights)[:5]}"
+            f"{why}. Compute it from the model that is passed in, without detach() or no_grad()."
+        )
+    if len(names) < len(problem.weights):
+        missing = [n for n in problem.weights if n not in set(names)]
+        problem.warn_once(
+            "unreached weights",
+            f"train_loss does not reach the weights {missing[:10]}: they have no best response, and are "
+            "left out of the linear system.",
+        )
+    return names
+
+
+def _warn_of_kinks(problem: Problem, loss: Tensor, weights: Mapping[str, Tensor]) -> None:
+    if all(w.dtype == torch.float64 for w in weights.values()):
+        return
+    kinks = sorted({n.name() for n in _graph.nodes([loss]) if n.name().startswith(_KINKED)})
+    if kinks:
+        problem.warn_once(
+            "kinks",
+            f"FiniteDifference needs a smooth training loss in float32; got {kinks}, whose kinks a "
+            "difference crosses, so that products can be wrong by more than their size. Use Hessian, or float64.",
+        )

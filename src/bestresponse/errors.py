@@ -1,0 +1,32 @@
+"""Everything that the library raises or warns with.
+
+Each message says what was required, what was got, and what to do.
+"""
+
+
+class Error(Exception):
+    """The base of every error that the library raises itself."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument of the right type with a value that cannot be used."""
+
+
+class ArgumentTypeError(Error, TypeError):
+    """An argument of the wrong type."""
+
+
+class EvaluationError(Error, RuntimeError):
+    """Something found while a loss or its graph ran: not a scalar, not finite, detached, out of reach."""
+
+
+class SecondDerivativeError(EvaluationError):
+    """An operation in the training loss has no second derivative, or would lose it without a word."""
+
+
+class SolveError(EvaluationError):
+    """A linear solve failed, and the policy was to raise."""
+
+
+class BestResponseWarning(UserWarning):
+    """The category of every warning that the library gives: filter it by this class."""

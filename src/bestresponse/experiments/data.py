@@ -1,0 +1,189 @@
+"""The data sets of the paper, read from a folder of files, or from scikit-learn where it bundles them."""
+
+import gzip
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, Error
+
+Array = npt.NDArray[Any]
+
+VARIABLE = "BESTRESPONSE_DATA"
+
+
+class MissingDataError(Error, FileNotFoundError):
+    """A data file is not in the folder; the message says which, and where it can be had."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """A labelled set of images, scaled to mean 0 and deviation 1 of the training set in each channel.
+
+    Attributes:
+        x_train, x_test: float32 [N, C, H, W].
+        y_train, y_test: int64 [N].
+        classes: the number of classes.
+    """
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int = 10
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        channels, height, width = self.x_train.shape[1:]
+        return channels, height, width
+
+    def draw(self, *sizes: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """Disjoint random batches (x, y) of the training set, of the given sizes."""
+        if sum(sizes) > len(self.x_train):
+            raise ArgumentError(
+                f"the training set has {len(self.x_train)} examples; got a demand for {sum(sizes)}. "
+                "Ask for fewer."
+            )
+        order = torch.randperm(len(self.x_train), generator=torch.Generator().manual_seed(seed))
+        pieces = order[: sum(sizes)].split(list(sizes))
+        return [(self.x_train[rows], self.y_train[rows]) for rows in pieces]
+
+
+def load(name: str, folder: str | Path | None = None) -> Images:
+    """A data set by name: "digits", "mnist" or "cifar10".
+
+    Args:
+        name: which.
+        folder: where the files are; None means the folder that the variable BESTRESPONSE_DATA names.
+
+    Raises:
+        MissingDataError: the files are not there.
+    """
+    if name == "digits":
+        return _digits()
+    named = folder if folder is not None else os.environ.get(VARIABLE)
+    return _READERS[name](Path(named) if named else None)
+
+
+def _digits() -> Images:
+    """Scikit-learn's 1,797 digits of 8×8 pixels; a third of them, drawn once and for all, is the test set."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    images, labels = images[order].reshape(-1, 1, 8, 8), labels[order]
+    return _scaled(images[:1198], labels[:1198], images[1198:], labels[1198:])
+
+
+def _mnist(folder: Path | None) -> Images:
+    if archive := _find(folder, "mnist.npz"):
+        return _from_archive(archive)
+    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+    names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in kinds]
+    found = [_find(folder, name, f"{name}.gz", f"{name.replace('-idx', '.idx')}") for name in names]
+    for name, path in zip(names, found, strict=True):
+        if path is None:
+            raise _missing("MNIST", f"{name}.gz", folder, "https://ossci-datasets.s3.amazonaws.com/mnist/")
+    x_train, y_train, x_test, y_test = (_read_idx(path) for path in found if path is not None)
+    return _scaled(x_train, y_train, x_test, y_test)
+
+
+def _cifar10(folder: Path | None) -> Images:
+    if archive := _find(folder, "cifar10_subset.npz", "cifar10.npz"):
+        return _from_archive(archive)
+    where = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+    parts = []
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        path = _find(folder, name, f"cifar-10-batches-bin/{name}")
+        if path is None:
+            raise _missing("CIFAR-10 (binary version)", f"cifar-10-batches-bin/{name}", folder, where)
+        parts.append(_read_cifar(path))
+    train_x, train_y = (np.concatenate(arrays) for arrays in zip(*parts[:-1], strict=True))
+    return _scaled(train_x, train_y, *parts[-1])
+
+
+_READERS: dict[str, Callable[[Path | None], Images]] = {"mnist": _mnist, "cifar10": _cifar10}
+
+
+def _find(folder: Path | None, *names: str) -> Path | None:
+    """The first of the files that is in the folder."""
+    if folder is None:
+        return None
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _missing(data: str, name: str, folder: Path | None, where: str) -> MissingDataError:
+    looked = f"the folder {folder}" if folder else f"no folder: neither --data-dir nor {VARIABLE} is set"
+    return MissingDataError(
+        f"{data} needs the file {name}; looked in {looked}. Get it from {where}, unpack it, and name its folder "
+        f"with --data-dir or {VARIABLE}."
+    )
+
+
+def _from_archive(path: Path) -> Images:
+    """A numpy archive with x_train, y_train, x_test, y_test; images as [N, H, W] or [N, H, W, C] bytes."""
+    with np.load(path, allow_pickle=False) as archive:
+        x_train, y_train, x_test, y_test = (
+            archive[key] for key in ("x_train", "y_train", "x_test", "y_test")
+        )
+    return _scaled(x_train, y_train, x_test, y_test, channels_last=True)
+
+
+def _read_idx(path: Path) -> Array:
+    """An IDX file (LeCun's format): two zero bytes, type, rank, the sizes in big-endian, the bytes."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read()
+    zero, kind, rank = struct.unpack(">HBB", content[:4])
+    shape = struct.unpack(f">{rank}I", content[4 : 4 + 4 * rank])
+    values = np.frombuffer(content, np.uint8, offset=4 + 4 * rank)
+    if zero or kind != 8 or values.size != np.prod(shape):
+        raise ArgumentError(
+            f"{path} must be an IDX file of bytes; got type {kind}, sizes {shape} and {values.size} bytes. "
+            "Download it again."
+        )
+    return values.reshape(shape)
+
+
+def _read_cifar(path: Path) -> tuple[Array, Array]:
+    """CIFAR's binary version: records of a label byte and 3 × 32 × 32 bytes."""
+    values = np.fromfile(path, np.uint8)
+    if values.size == 0 or values.size % 3073:
+        raise ArgumentError(
+            f"{path} must hold records of 3,073 bytes (the binary version of CIFAR-10); got {values.size} bytes. "
+            "Download it again."
+        )
+    records = values.reshape(-1, 3073)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
+
+
+def _scaled(
+    x_train: Array,
+    y_train: Array,
+    x_test: Array,
+    y_test: Array,
+    channels_last: bool = False,
+) -> Images:
+    train, test = (_as_tensor(x, channels_last) for x in (x_train, x_test))
+    deviation, mean = torch.std_mean(train, dim=(0, 2, 3), keepdim=True)
+    labels = (torch.from_numpy(y.astype(np.int64)) for y in (y_train, y_test))
+    train, test = train.sub_(mean).div_(deviation), test.sub_(mean).div_(deviation)
+    y_train_, y_test_ = labels
+    return Images(train, y_train_, test, y_test_)
+
+
+def _as_tensor(x: Array, channels_last: bool) -> Tensor:
+    """float32 [N, C, H, W]."""
+    if x.ndim == 3:
+        x = x[:, None]
+    elif channels_last:
+        x = x.transpose(0, 3, 1, 2)
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))

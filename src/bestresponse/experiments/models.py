@@ -1,0 +1,105 @@
+"""The five networks of the paper's overfitting experiment, for images from 8×8 to 32×32."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+
+Shape = tuple[int, int, int]
+
+
+def make(name: str, shape: Shape, classes: int) -> nn.Module:
+    """A network by name, for images of ``shape`` = (channels, height, width).
+
+    Raises:
+        ArgumentError: a convolutional network for images smaller than 28×28.
+    """
+    if name in ("lenet", "alexnet", "resnet44") and shape[1] < 28:
+        raise ArgumentError(
+            f"{name} needs images of 28×28 at least; got {shape[1]}×{shape[2]}. Use --data mnist or cifar10, "
+            "or --model linear or mlp."
+        )
+    return _MODELS[name](shape, classes)
+
+
+def linear(shape: Shape, classes: int) -> nn.Module:
+    """Softmax regression."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(_pixels(shape), classes))
+
+
+def mlp(shape: Shape, classes: int) -> nn.Module:
+    """One hidden layer as wide as the input, as in the paper's appendix."""
+    n = _pixels(shape)
+    return nn.Sequential(nn.Flatten(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, classes))
+
+
+def lenet(shape: Shape, classes: int) -> nn.Module:
+    """LeNet-5 with ReLU and max pooling (LeCun et al., 1998); 28×28 images are padded to 32×32."""
+    padding = 2 if shape[1] == 28 else 0
+    return nn.Sequential(
+        *(nn.Conv2d(shape[0], 6, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)),
+    )
+
+
+def alexnet(shape: Shape, classes: int) -> nn.Module:
+    """AlexNet's channels and its 4096-wide classifier, 57 million weights, without dropout.
+
+    The stem has stride 1 and the last pooling is left out, so that 28×28 and 32×32 images leave the
+    6×6 map that the classifier expects (Krizhevsky, Sutskever and Hinton, 2012).
+    """
+    return nn.Sequential(
+        *(nn.Conv2d(shape[0], 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(), nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(6), nn.Flatten()),
+        *(nn.Linear(9216, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, classes)),
+    )
+
+
+def resnet44(shape: Shape, classes: int) -> nn.Module:
+    """The 44-layer residual network for CIFAR (He et al., 2016): 3 stages of 7 blocks, 16 to 64 channels."""
+    blocks: list[nn.Module] = []
+    channels = 16
+    for width in (16, 32, 64):
+        for _ in range(7):
+            blocks.append(_Block(channels, width))
+            channels = width
+    stem = (nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+
+
+class _Block(nn.Module):
+    """Two 3×3 convolutions beside a shortcut without parameters (option A of the paper)."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.stride = 1 if channels == width else 2
+        self.conv1 = nn.Conv2d(channels, width, 3, self.stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        more = y.shape[1] - x.shape[1]
+        if more:
+            shortcut = F.pad(shortcut, (0, 0, 0, 0, more // 2, more - more // 2))
+        return F.relu(y + shortcut)
+
+
+def _pixels(shape: Shape) -> int:
+    return shape[0] * shape[1] * shape[2]
+
+
+_MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "linear": linear,
+    "mlp": mlp,
+    "lenet": lenet,
+    "alexnet": alexnet,
+    "resnet44": resnet44,
+}

@@ -1,0 +1,215 @@
+"""Overfit a small validation set by tuning a weight decay for every weight: the paper's section 5.2."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import callbacks
+from ..hyperparameters import WeightDecay
+from ..implicit import Implicit, Method
+from ..problem import Problem
+from ..solvers import ConjugateGradient, Identity, Neumann
+from ..tuner import Tuner
+from ..unrolled import Unrolled
+from . import data, models, runs
+
+Batch = tuple[Tensor, Tensor]
+
+METHODS: dict[str, Callable[[int, float], Method]] = {
+    "implicit": lambda terms, scale: Implicit(),
+    "neumann": lambda terms, scale: Implicit(Neumann(terms, scale)),
+    "neumann-auto": lambda terms, scale: Implicit(Neumann(terms)),
+    "conjugate-gradient": lambda terms, scale: Implicit(ConjugateGradient(terms)),
+    "identity": lambda terms, scale: Implicit(Identity()),
+    "unrolled": lambda terms, scale: Unrolled(terms, scale),
+}
+
+_CURVE_IMAGES = 1_000
+
+
+@dataclass
+class Overfit:
+    """Tune a weight decay for every weight until the validation set is learnt by heart.
+
+    With as many hyperparameters as weights, gradient descent on 50 validation examples reaches 100 % on
+    them, as training does on its own 50, while the test error stays far higher (the paper's section 5.2,
+    figure 5).
+    """
+
+    data: Literal["digits", "mnist", "cifar10"] = "digits"
+    """The data set. digits comes with scikit-learn; the others are read from --data-dir."""
+    model: Literal["linear", "mlp", "lenet", "alexnet", "resnet44"] = "mlp"
+    """The network. mlp has one hidden layer as wide as the input."""
+    method: Literal["implicit", "neumann", "neumann-auto", "conjugate-gradient", "identity", "unrolled"] = (
+        "implicit"
+    )
+    """How hypergradients are computed. implicit is the recommended one; neumann is the paper's."""
+    terms: int = 20
+    """Neumann terms, conjugate-gradient steps or unrolled steps, for the methods that have them."""
+    scale: float = 0.1
+    """The step α of neumann and unrolled."""
+    steps: int = 2000
+    """Hyper-steps to make."""
+    weight_steps: int = 1
+    """Weight steps before each hyper-step."""
+    train_size: int = 50
+    """Training examples, all in one batch."""
+    val_size: int = 50
+    """Validation examples, all in one batch."""
+    weight_rate: float = 1e-4
+    """Adam's learning rate for the weights."""
+    hyper_rate: float = 1e-2
+    """RMSprop's learning rate for the logarithms of the decays."""
+    initial_log_decay: float = -8.0
+    """The natural logarithm of each decay at the start."""
+    seed: int = 0
+    """Draws the examples and the initial weights."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, ..."""
+    threads: int = 0
+    """Processor threads for torch; 0 leaves torch's choice."""
+    data_dir: Path | None = None
+    """The folder of data files; also the environment variable BESTRESPONSE_DATA."""
+    out: Path | None = None
+    """The folder to write to; by default runs/overfit-DATA-MODEL."""
+
+
+def run(config: Overfit) -> Path:
+    """Run the experiment and return its folder."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = torch.device(config.device)
+    images = data.load(config.data, config.data_dir)
+    train, val = (
+        _to(device, batch) for batch in images.draw(config.train_size, config.val_size, seed=config.seed)
+    )
+    test = _to(device, (images.x_test, images.y_test))
+    make = _maker(config, images, device)
+    del images
+    record = runs.Run(config.out or Path("runs") / f"overfit-{config.data}-{config.model}", "overfit", config)
+    plain_seconds, plain_bytes = _plain_training(make(), train, config)
+
+    problem = make()
+    measure = callbacks.Evaluate(
+        lambda model, _: _errors(model, train, val, test), max(1, config.steps // 50)
+    )
+    tuner = Tuner(
+        problem,
+        torch.optim.Adam(problem.weights.values(), config.weight_rate),
+        torch.optim.RMSprop(problem.hyperparameters.values(), config.hyper_rate),
+        METHODS[config.method](config.terms, config.scale),
+        weight_steps=config.weight_steps,
+        seed=config.seed,
+        callbacks=[measure, callbacks.JSONLines(record.metrics), callbacks.Progress()],
+    )
+    peak = runs.Peak(device).begin()
+    interrupted = False
+    try:
+        tuner.fit([train], [val], config.steps)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(
+            f"\ninterrupted after {tuner.hyper_step} of {config.steps} hyper-steps; every row before is written"
+        )
+    row = _final_row(problem, tuner, (train, val, test), plain_seconds, plain_bytes, peak.read())
+    headline = {"validation error": row["validation error"], "test error": row["test error"]}
+    if tuner.history:
+        from . import plots
+
+        plots.draw(record.folder)
+    record.finish(headline, [row], config.seed, interrupted=interrupted, hyper_steps=tuner.hyper_step)
+    return record.folder
+
+
+def _maker(config: Overfit, images: data.Images, device: torch.device) -> Callable[[], Problem]:
+    """A function that makes the problem, each time with the same initial weights."""
+    shape, classes = images.shape, images.classes
+
+    def make() -> Problem:
+        torch.manual_seed(config.seed)
+        model = models.make(config.model, shape, classes).to(device)
+        decay = WeightDecay(model, initial=math.exp(config.initial_log_decay))
+        return Problem(model, decay, _train_loss, _val_loss)
+
+    return make
+
+
+def _train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    penalty: Tensor = decay(model)
+    return _val_loss(model, decay, batch) + penalty
+
+
+def _val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _plain_training(problem: Problem, batch: Batch, config: Overfit) -> tuple[float, int | None]:
+    """Seconds of a weight step, and peak memory, with the decays held constant."""
+    optimizer = torch.optim.Adam(problem.weights.values(), config.weight_rate)
+    weights = list(problem.weights.values())
+    peak = runs.Peak(batch[0].device).begin()
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < 3 or (len(seconds) < 50 and time.perf_counter() - began < 2.0):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        torch.autograd.backward(_train_loss(problem.model, problem.hyper, batch), inputs=weights)
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:]), peak.read()
+
+
+def _errors(model: nn.Module, train: Batch, val: Batch, test: Batch) -> dict[str, float]:
+    """Errors in eval mode; the test set's on its first images, which is enough for a curve."""
+    return {
+        "train_error": _error(model, train),
+        "val_error": _error(model, val),
+        "test_error": _error(model, (test[0][:_CURVE_IMAGES], test[1][:_CURVE_IMAGES])),
+    }
+
+
+@torch.no_grad()
+def _error(model: nn.Module, batch: Batch) -> float:
+    pieces = zip(torch.split(batch[0], 500), torch.split(batch[1], 500), strict=True)
+    wrong = sum(int((model(x).argmax(dim=1) != y).sum()) for x, y in pieces)
+    return wrong / len(batch[1])
+
+
+def _final_row(
+    problem: Problem,
+    tuner: Tuner,
+    batches: tuple[Batch, Batch, Batch],
+    plain_seconds: float,
+    plain_bytes: int | None,
+    tuned_bytes: int | None,
+) -> dict[str, Any]:
+    problem.model.eval()
+    train, val, test = (_error(problem.model, batch) for batch in batches)
+    times = [0.0, *(row["seconds"] for row in tuner.history)]
+    steps = [after - before for before, after in pairwise(times)]
+    per_step = statistics.median(steps) / tuner.weight_steps if steps else math.nan
+    memory = None
+    if tuned_bytes is not None and plain_bytes is not None and plain_bytes > 16 * 2**20:
+        memory = tuned_bytes / plain_bytes
+    return {
+        "train error": train,
+        "validation error": val,
+        "test error": test,
+        "weights": sum(w.numel() for w in problem.weights.values()),
+        "hyperparameters": sum(p.numel() for p in problem.hyperparameters.values()),
+        "time / plain": per_step / plain_seconds,
+        "memory / plain": memory,
+    }
+
+
+def _to(device: torch.device, batch: Batch) -> Batch:
+    return batch[0].to(device), batch[1].to(device)

@@ -1,0 +1,5 @@
+"""Modules whose parameters are hyperparameters."""
+
+from .weight_decay import WeightDecay
+
+__all__ = ["WeightDecay"]

@@ -1,0 +1,174 @@
+"""Weight decay as a term of the training loss, with one rate for all, for each tensor or for each weight."""
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
+
+
+class WeightDecay(nn.Module):
+    """Ω(w, λ) = (1/p) Σ_i exp(λ_i) |w_i|ᵖ, to add to a training loss: ``loss + decay(model)``.
+
+    With p = 2, exp(λ_i) is what torch's optimisers call ``weight_decay``: it adds exp(λ_i) w_i to the
+    gradient. The rates are stored as logarithms, named as the weights: ``log_decay.NAME`` of the
+    weight's shape for each weight, a scalar for each tensor, or one scalar ``log_decay``.
+
+    The module keeps names and shapes and never the model, which it is called with.
+
+    Args:
+        model: whose trainable parameters are decayed.
+        per: what shares a rate: "global" all weights, "tensor" a parameter tensor's, "weight" none.
+        power: p ≥ 1; 2 is the usual decay, 1 the lasso.
+        initial: the decay exp(λ) to begin with.
+        minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
+        exclude: patterns of parameter names to leave out, as in ``["*.bias", "norm*"]``.
+
+    Raises:
+        ArgumentError: an argument out of its range, a pattern without a match, or nothing left to decay.
+
+    Reference: the paper's sections 5.1 and 5.2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        per: Literal["global", "tensor", "weight"] = "weight",
+        power: float = 2,
+        initial: float = math.exp(-8),
+        minimum: float = math.exp(-14),
+        maximum: float = math.exp(3),
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"WeightDecay.model must be a module; got {type(model).__name__}.")
+        if per not in ("global", "tensor", "weight"):
+            raise ArgumentError(f'WeightDecay.per must be "global", "tensor" or "weight"; got {per!r}.')
+        if not power >= 1:
+            raise ArgumentError(f"WeightDecay.power must be ≥ 1; got {power!r}.")
+        if not 0 < minimum <= initial <= maximum < math.inf:
+            raise ArgumentError(
+                "WeightDecay needs 0 < minimum ≤ initial ≤ maximum; got "
+                f"minimum={minimum!r}, initial={initial!r}, maximum={maximum!r}."
+            )
+        self.per, self.power = per, power
+        self.minimum, self.maximum = minimum, maximum
+        weights = _included(model, [exclude] if isinstance(exclude, str) else exclude)
+        self.names = list(weights)
+        start = math.log(initial)
+        self.log_decay: nn.Module | nn.Parameter
+        if per == "global":
+            self.log_decay = _full((), start, next(iter(weights.values())))
+            return
+        self.log_decay = nn.Module()
+        for name, w in weights.items():
+            _register(self.log_decay, name, _full(w.shape if per == "weight" else (), start, w))
+
+    def forward(self, model: nn.Module) -> Tensor:
+        """Ω as a scalar.
+
+        Raises:
+            EvaluationError: the model lacks a weight, or it has another shape or device.
+        """
+        terms = [
+            (rate.exp() * w.abs().pow(self.power)).sum()
+            if self.power != 2
+            else (rate.exp() * w.square()).sum()
+            for w, rate in self._pairs(model).values()
+        ]
+        return torch.stack(terms).sum() / self.power
+
+    @torch.no_grad()
+    def curvature_diagonal(self, model: nn.Module) -> dict[str, Tensor]:
+        """∂²Ω/∂w_i² = (p − 1) exp(λ_i) |w_i|^(p−2), by weight."""
+        if self.power == 2:
+            return {name: rate.exp().expand(w.shape) for name, (w, rate) in self._pairs(model).items()}
+        return {
+            name: (self.power - 1) * rate.exp() * w.abs().pow(self.power - 2) if self.power > 1 else 0 * w
+            for name, (w, rate) in self._pairs(model).items()
+        }
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Put the rates back into their bounds; call it after each step of theirs (`Tuner` does)."""
+        for parameter in self.parameters():
+            parameter.clamp_(math.log(self.minimum), math.log(self.maximum))
+
+    @torch.no_grad()
+    def values(self) -> dict[str, Tensor]:
+        """The decays exp(λ) in plain numbers, by weight; under "all" where there is one for all."""
+        if self.per == "global":
+            return {"all": self._rates()[self.names[0]].exp()}
+        return {name: rate.exp() for name, rate in self._rates().items()}
+
+    def extra_repr(self) -> str:
+        return (
+            f"per={self.per!r}, power={self.power}, minimum={self.minimum:.3g}, maximum={self.maximum:.3g}, "
+            f"{len(self.names)} tensors"
+        )
+
+    def _rates(self) -> dict[str, Tensor]:
+        """The logarithmic rate of each decayed weight."""
+        rates = dict(self.named_parameters())
+        if self.per == "global":
+            return dict.fromkeys(self.names, rates["log_decay"])
+        return {name: rates[f"log_decay.{name}"] for name in self.names}
+
+    def _pairs(self, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each decayed weight with its logarithmic rate."""
+        weights = dict(model.named_parameters())
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, rate in self._rates().items():
+            w = weights.get(name)
+            if w is None:
+                raise EvaluationError(
+                    f"WeightDecay needs the weight {name!r} that it was made for; the model has "
+                    f"{list(weights)[:5]}. Call it with the model that it was made with, without a wrapper."
+                )
+            if self.per == "weight" and w.shape != rate.shape:
+                raise EvaluationError(
+                    f"WeightDecay has rates of shape {list(rate.shape)} for {name!r}; the model's weight has shape "
+                    f"{list(w.shape)}. Make a new WeightDecay(model)."
+                )
+            if w.device != rate.device:
+                raise EvaluationError(
+                    f"WeightDecay must be on the model's device, {w.device}; its rates for {name!r} are on "
+                    f"{rate.device}. Call decay.to({str(w.device)!r}) before the optimiser is made."
+                )
+            pairs[name] = (w, rate)
+        return pairs
+
+
+def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
+    weights = {n: w for n, w in model.named_parameters() if w.requires_grad}
+    for pattern in exclude:
+        if not any(fnmatchcase(name, pattern) for name in weights):
+            raise ArgumentError(
+                f"WeightDecay.exclude must match a weight's name; {pattern!r} matches none of {list(weights)[:8]}."
+            )
+    kept = {n: w for n, w in weights.items() if not any(fnmatchcase(n, p) for p in exclude)}
+    if not kept:
+        raise ArgumentError(
+            f"WeightDecay needs a weight to decay; {type(model).__name__} has {len(weights)} trainable "
+            f"tensors, and exclude={list(exclude)} leaves none."
+        )
+    return kept
+
+
+def _full(shape: Sequence[int], value: float, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.full(tuple(shape), value, dtype=like.dtype, device=like.device))
+
+
+def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a dotted name, with plain modules for the parts before the dots."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.register_parameter(leaf, parameter)

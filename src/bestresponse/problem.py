@@ -1,0 +1,388 @@
+"""Two losses over weights and hyperparameters: equation 1 of the paper."""
+
+import random
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from . import _graph, _tree
+from ._tree import Tree
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
+
+Loss = Callable[[Any, Any, Any], Tensor]
+
+
+class Problem:
+    """Two losses over weights w and hyperparameters λ.
+
+    λ* = argmin_λ L_V(w*(λ), λ),  w*(λ) = argmin_w L_T(w, λ).    (equation 1 of the paper)
+
+    The modules stay as they are. ``model``'s trainable parameters that are not ``hyper``'s are the
+    weights; ``hyper``'s trainable parameters are the hyperparameters. ``hyper`` may be a submodule of
+    ``model``. Both dicts are fixed when the problem is made; a shared parameter appears once.
+
+    A loss is a function (model, hyper, batch) -> scalar tensor, a mean over the batch. It reads every
+    weight and hyperparameter through its first two arguments, and unpacks and moves the batch itself.
+
+    Args:
+        model: the module that is trained.
+        hyper: the module whose parameters are tuned.
+        train_loss: L_T, regulariser included. It runs in the mode in which the modules are.
+        val_loss: L_V. It runs in eval mode.
+        val_mode: "eval", or "as_is" for a validation loss in the mode in which the modules are.
+
+    Attributes:
+        weights: the live weights by name, as named in ``model``.
+        hyperparameters: the live hyperparameters by name, as named in ``hyper``.
+
+    Raises:
+        ArgumentTypeError: an argument is not a module, or not a function.
+        ArgumentError: there are no weights or no hyperparameters, or ``hyper`` holds a part of ``model``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hyper: nn.Module,
+        train_loss: Loss,
+        val_loss: Loss,
+        val_mode: Literal["eval", "as_is"] = "eval",
+    ) -> None:
+        _check_arguments(model, hyper, train_loss, val_loss, val_mode)
+        self.model, self.hyper = model, hyper
+        self.train_loss, self.val_loss, self.val_mode = train_loss, val_loss, val_mode
+        self.weights, self.hyperparameters = _split(model, hyper)
+        self._states: weakref.WeakKeyDictionary[Any, MethodState] = weakref.WeakKeyDictionary()
+        self._met: dict[str, weakref.ref[Any]] = {}
+        self._warned: set[object] = set()
+
+    def __repr__(self) -> str:
+        return (
+            f"Problem({type(self.model).__name__} with {_tree.size(self.weights):,} weights, "
+            f"{type(self.hyper).__name__} with {_tree.size(self.hyperparameters):,} hyperparameters)"
+        )
+
+    def state(self, method: Any) -> "MethodState":
+        """What ``method`` remembers on this problem from its last call: read it, or put it back.
+
+        It is kept for as long as the method object lives, and emptied when the shapes, devices or
+        dtypes of the weights have changed.
+        """
+        state = self._states.get(method)
+        if state is None or not state.fits(self.weights):
+            state = self._states[method] = MethodState()
+        return state
+
+    def forget(self, method: Any) -> None:
+        """Drop what ``method`` remembers on this problem."""
+        self._states.pop(method, None)
+
+    def remember(self, method: Any, state: "MethodState") -> None:
+        """Keep ``state`` for the next call of ``method``; the methods call this when they succeed."""
+        self._states[method] = state
+
+    def meet(self, method: Any) -> None:
+        """Warn once when a method that remembers was made anew, so that it starts cold each time."""
+        settings = settings_of(method)
+        earlier = self._met.get(settings)
+        if earlier is not None and earlier() is None:
+            self.warn_once(
+                ("made anew", settings),
+                f"{method!r} keeps its last solution for the next call, which needs the same object; "
+                "got a second one of the same settings, whose twin is gone. Make the method once, "
+                "before the loop.",
+            )
+        if earlier is None or earlier() is None:
+            self._met[settings] = weakref.ref(method)
+
+    def warn_once(self, key: object, message: str) -> None:
+        """Give a warning the first time that ``key`` comes up on this problem."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, BestResponseWarning, stacklevel=3)
+
+    def curvature_diagonal(self, names: Iterable[str]) -> Tree | None:
+        """What the modules in ``hyper`` know of the curvature's diagonal, by weight; None if nothing.
+
+        A module that adds a term to the training loss can offer the diagonal of its Hessian as
+        ``curvature_diagonal(model) -> dict of tensors by weight``; it is a preconditioner, no part of A.
+        """
+        known: list[Any] = [m for m in self.hyper.modules() if hasattr(m, "curvature_diagonal")]
+        if not known:
+            return None
+        total = _tree.zeros_like({n: self.weights[n] for n in names})
+        with torch.no_grad():
+            for module in known:
+                for name, diagonal in module.curvature_diagonal(self.model).items():
+                    if name in total:
+                        total[name] += diagonal
+        return total
+
+    def undisturbed(self, seed: int | None = None) -> "Passes":
+        """A context in which the losses can be run without a trace."""
+        return Passes(self, seed)
+
+
+@dataclass
+class MethodState:
+    """What a method remembers between two calls on one problem.
+
+    Attributes:
+        solution: the last solution of the linear system, by weight; None before the first.
+        memory: what the solver keeps (a scale estimate, a chosen damping).
+    """
+
+    solution: Tree | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    def fits(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether the solution still has the layout of the weights."""
+        if self.solution is None:
+            return True
+        of_solution = {n: w for n, w in weights.items() if n in self.solution}
+        return _tree.same_layout(self.solution, of_solution)
+
+
+def settings_of(value: Any) -> str:
+    """A method's settings as text, the same for two objects that were made alike."""
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = ", ".join(f"{f.name}={settings_of(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__name__}({inside})"
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if name else repr(value)
+
+
+class Passes:
+    """Runs a problem's losses so that nothing of it is left behind.
+
+    Buffers, training modes and the random state of every device are put back at the end, also after
+    an error. Each pass starts from the same buffers and the same random state, so that all of them see
+    the same dropout masks; with a seed, from an independent draw.
+    """
+
+    def __init__(self, problem: Problem, seed: int | None = None) -> None:
+        self.problem = problem
+        self._seed = seed
+        self._modules = list(
+            {id(m): m for m in (*problem.model.modules(), *problem.hyper.modules())}.values()
+        )
+        self._losses = _Losses(problem.model, problem.hyper)
+
+    def __enter__(self) -> Self:
+        self._buffers = [dict(m._buffers) for m in self._modules]
+        self._training = [m.training for m in self._modules]
+        self._random = self._replayed = _random_state()
+        self._stack = ExitStack()
+        self._stack.callback(self._restore)
+        with self._stack:
+            self._stack.enter_context(torch.inference_mode(False))
+            self._stack.enter_context(torch.enable_grad())
+            if self._seed is not None:
+                _seed_all(self._seed)
+                self._replayed = _random_state()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def train_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
+        """L_T at the live weights, or at ``weights`` in their place, as a checked scalar."""
+        return self._run("train_loss", batch, weights)
+
+    def val_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
+        """L_V, likewise, in the mode that the problem asks for."""
+        if self.problem.val_mode == "as_is":
+            return self._run("val_loss", batch, weights)
+        with self.eval_mode():
+            return self._run("val_loss", batch, weights)
+
+    def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
+        self._replay()
+        function = getattr(self.problem, name)
+        if weights is None:
+            loss = function(self.problem.model, self.problem.hyper, batch)
+        else:
+            named = {f"model.{key}": x for key, x in weights.items()}
+            loss = torch.func.functional_call(self._losses, named, (function, batch), tie_weights=True)
+        loss = checked_loss(name, loss)
+        _refuse_not_finite(name, loss)
+        if weights is not None:
+            self._refuse_captured(name, loss, weights)
+        return loss
+
+    def _replay(self) -> None:
+        """Start a pass: buffers as they were, random state likewise, no weight cast before."""
+        torch.clear_autocast_cache()
+        copies: dict[int, Tensor] = {}
+        for module, buffers in zip(self._modules, self._buffers, strict=True):
+            module._buffers.clear()
+            for name, buffer in buffers.items():
+                if buffer is not None and id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                module._buffers[name] = None if buffer is None else copies[id(buffer)]
+        _set_random_state(self._replayed)
+
+    def _restore(self) -> None:
+        for module, buffers, training in zip(self._modules, self._buffers, self._training, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.training = training
+        _set_random_state(self._random)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Eval mode for all modules, and then each as it was."""
+        try:
+            self.problem.model.eval()
+            self.problem.hyper.eval()
+            yield
+        finally:
+            for module, training in zip(self._modules, self._training, strict=True):
+                module.training = training
+
+    def _refuse_captured(self, name: str, loss: Tensor, weights: Tree) -> None:
+        reached = _graph.leaves(loss, until=weights.values())
+        captured = [key for key, w in self.problem.weights.items() if id(w) in reached]
+        if captured:
+            raise EvaluationError(
+                f"{name} must read the weights through its argument model, since this method puts other "
+                f"tensors in their place; it used the original {captured[:5]} as well. Replace the "
+                "captured module or parameter in the function by its argument."
+            )
+
+
+class _Losses(nn.Module):
+    """One module that holds model and hyper, so that one functional_call can put tensors into both."""
+
+    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
+        super().__init__()
+        self.model, self.hyper = model, hyper
+
+    def forward(self, loss: Loss, batch: Any) -> Tensor:
+        return loss(self.model, self.hyper, batch)
+
+
+def checked_loss(name: str, loss: object) -> Tensor:
+    """A loss as a scalar with a graph; raises for anything else."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise EvaluationError(f"{name} must return a scalar tensor; got {got}. Take the mean over the batch.")
+    if not loss.requires_grad:
+        raise EvaluationError(
+            f"{name} must depend on the weights or hyperparameters by a graph; got a detached value "
+            f"{float(loss):.4g}. Look for detach(), item(), no_grad() or .data in it."
+        )
+    return loss.reshape(())
+
+
+def _refuse_not_finite(name: str, loss: Tensor) -> None:
+    if not bool(torch.isfinite(loss)):
+        raise EvaluationError(
+            f"{name} must be finite; got {float(loss.detach())}. Lower the learning rates, clip the gradients, "
+            "or look at the batch."
+        )
+
+
+def _check_arguments(
+    model: object, hyper: object, train_loss: object, val_loss: object, val_mode: object
+) -> None:
+    for name, module in (("model", model), ("hyper", hyper)):
+        if not isinstance(module, nn.Module):
+            raise ArgumentTypeError(
+                f"Problem.{name} must be a torch.nn.Module; got {type(module).__name__}. "
+                "A few tensors can be put into an nn.ParameterDict."
+            )
+    for name, loss in (("train_loss", train_loss), ("val_loss", val_loss)):
+        if not callable(loss):
+            raise ArgumentTypeError(
+                f"Problem.{name} must be a function (model, hyper, batch) -> scalar tensor; "
+                f"got {type(loss).__name__}."
+            )
+    if val_mode not in ("eval", "as_is"):
+        raise ArgumentError(f'Problem.val_mode must be "eval" or "as_is"; got {val_mode!r}.')
+
+
+def _split(model: nn.Module, hyper: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Weights and hyperparameters, told apart by identity."""
+    if not any(module is hyper for module in model.modules()):
+        _refuse_shared(model, hyper)
+    hyperparameters = {n: p for n, p in hyper.named_parameters() if p.requires_grad}
+    if not hyperparameters:
+        raise ArgumentError(
+            f"hyper must have a trainable parameter; {type(hyper).__name__} has none. "
+            "Set requires_grad, or register the hyperparameters as nn.Parameter."
+        )
+    tuned = {id(p) for p in hyper.parameters()}
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in tuned}
+    if not weights:
+        raise ArgumentError(
+            f"model must have a trainable parameter that is not a hyperparameter; {type(model).__name__} has "
+            "none. Set requires_grad on its weights, or pass the part to be tuned alone as hyper."
+        )
+    complex_ = [n for n, p in (weights | hyperparameters).items() if p.is_complex()]
+    if complex_:
+        raise ArgumentError(
+            f"weights and hyperparameters must be real; got complex {complex_[:5]}. "
+            "Store real and imaginary parts as real parameters (torch.view_as_real)."
+        )
+    return weights, hyperparameters
+
+
+def _refuse_shared(model: nn.Module, hyper: nn.Module) -> None:
+    """Raise when hyper, which is no part of model, holds a part of it."""
+    modules = {id(m): n or type(m).__name__ for n, m in model.named_modules()}
+    parameters = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    shared = [modules[id(m)] for m in hyper.modules() if id(m) in modules]
+    shared += [parameters[id(p)] for p in hyper.parameters() if id(p) in parameters]
+    if shared:
+        raise ArgumentError(
+            f"hyper must be a submodule of model or share nothing with it; {type(hyper).__name__} holds "
+            f"{list(dict.fromkeys(shared))[:5]} of the model, which would turn weights into hyperparameters. "
+            "Keep names, not the module, in hyper, and take the model as an argument of the loss."
+        )
+
+
+def _accelerators() -> list[tuple[Any, int]]:
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [(module, index) for index in range(torch.accelerator.device_count())]
+
+
+def _random_state() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+    """Setter and arguments for each generator that a loss may draw from."""
+    states: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (torch.set_rng_state, (torch.get_rng_state(),)),
+        (random.setstate, (random.getstate(),)),
+    ]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states.append((numpy.random.set_state, (numpy.random.get_state(),)))
+    for module, index in _accelerators():
+        states.append((module.set_rng_state, (module.get_rng_state(index), index)))
+    return states
+
+
+def _set_random_state(states: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    for setter, arguments in states:
+        setter(*arguments)
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

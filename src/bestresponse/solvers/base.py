@@ -1,0 +1,235 @@
+"""What a solver is, what it returns, and what all of them do before and after their own iteration."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from .. import _tree
+from .._tree import Tree
+from ..errors import ArgumentError, ArgumentTypeError
+
+Product = Callable[[Tree], Tree]
+
+
+class Status(StrEnum):
+    """How a solve ended."""
+
+    CONVERGED = "converged"
+    STEP_LIMIT = "step limit"
+    NEGATIVE_CURVATURE = "negative curvature"
+    DIVERGED = "diverged"
+    NOT_FINITE = "not finite"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the answer should not be used without a second look. Reaching a limit is not failing."""
+        return self not in (Status.CONVERGED, Status.STEP_LIMIT)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a solve cost, and how far it came.
+
+    Attributes:
+        status: how it ended.
+        products: every product with A, those of residual checks and scale estimates included.
+        steps: iterations of the algorithm itself.
+        residual: ‖b − A x‖ / ‖b‖ of the system that was solved (the damped one where there is a
+            damping); None where no product tells it. For `Neumann` it is that of the last iterate
+            whose residual is known, one term before the one that is returned.
+        warm: whether the solve started from an earlier solution.
+        scale: the step α of a Neumann series.
+        damping: the δ in (A + δI) x = b.
+        curvature: the smallest and the largest vᵀA v / vᵀv that the solve met, without damping.
+        detail: what happened, in words, where there is something to say.
+    """
+
+    status: Status
+    products: int
+    steps: int
+    residual: float | None
+    warm: bool = False
+    scale: float | None = None
+    damping: float | None = None
+    curvature: tuple[float, float] | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{self.status}", f"{self.products} products"]
+        if self.residual is not None:
+            parts.append(f"relative residual {self.residual:.2g}")
+        parts += [
+            f"{name} {value:.3g}"
+            for name, value in (("scale", self.scale), ("damping", self.damping))
+            if value is not None
+        ]
+        if self.warm:
+            parts.append("warm start")
+        if self.curvature is not None:
+            parts.append("curvature from {:.2g} to {:.2g}".format(*self.curvature))
+        return ", ".join(parts) + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The solution x, the report, and what a later solve of a similar system may start from."""
+
+    x: Tree
+    report: Report
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class System:
+    """A x = b with ‖b‖ = 1, as a solver's own iteration sees it.
+
+    ``target`` turns a tolerance relative to the right-hand side that the caller gave into one
+    relative to this ``b``, which is the first residual where the solve starts warm.
+    """
+
+    A: Product
+    b: Tree
+    target: float
+    diagonal: Tree | None
+    memory: Mapping[str, Any]
+
+
+class Counted:
+    """A product that counts its calls and checks that what comes back fits what went in."""
+
+    def __init__(self, A: Product) -> None:
+        self._product = A
+        self.products = 0
+
+    def __call__(self, v: Tree) -> Tree:
+        self.products += 1
+        product = self._product(v)
+        if not isinstance(product, dict) or not _tree.same_layout(product, v):
+            raise ArgumentError(
+                "A(v) must have the names, shapes, dtypes and devices of v; for v with "
+                f"{_layout(v)} it returned {_layout(product)}. Return one tensor for each of v's."
+            )
+        return product
+
+
+def _layout(tree: object) -> str:
+    if not isinstance(tree, dict):
+        return f"a {type(tree).__name__}"
+    shown = [f"{k}: {list(x.shape)} {x.dtype} on {x.device}" for k, x in list(tree.items())[:4]]
+    return "{" + ", ".join(shown) + (", …" if len(tree) > 4 else "") + "}"
+
+
+class Solver(ABC):
+    """An approximate x = A⁻¹ b for a symmetric A.
+
+    A subclass writes `iterate`, which gets a right-hand side of norm one; checks, scaling, counting
+    and warm starts are here. Solvers are frozen dataclasses: what one solve leaves to the next goes
+    out in `Solution.memory` and comes in as ``memory``.
+    """
+
+    def solve(
+        self,
+        A: Product,
+        b: Tree,
+        *,
+        start: Tree | None = None,
+        memory: Mapping[str, Any] | None = None,
+        diagonal: Tree | None = None,
+    ) -> Solution:
+        """Solve A x = b.
+
+        Args:
+            A: maps a dict of tensors v to the product A v, of the same layout.
+            b: the right-hand side, a dict of tensors.
+            start: a first guess. Its residual costs one product; where that is not below the residual
+                of zero, the guess is dropped.
+            memory: `Solution.memory` of an earlier solve with this solver.
+            diagonal: an estimate of A's diagonal, or of its known part, with entries ≥ 0.
+
+        Returns:
+            The solution with its report. A failed solve returns its best iterate and says so.
+
+        Raises:
+            ArgumentError: b is not finite, or A(v) does not fit v.
+        """
+        if bad := _tree.not_finite(b):
+            raise ArgumentError(
+                f"the right-hand side must be finite; got NaN or infinity in {bad[:5]}. "
+                "Look at the loss that it is the gradient of."
+            )
+        size = _tree.norm(b)
+        if size == 0.0:
+            return Solution(_tree.zeros_like(b), Report(Status.CONVERGED, 0, 0, 0.0), dict(memory or {}))
+        counted = Counted(A)
+        memory = dict(memory or {})
+        remaining, ratio = _tree.scale(b, 1.0 / size), 1.0
+        if start is not None:
+            start, remaining, ratio = self._begin(counted, remaining, size, start, memory)
+        if ratio == 0.0 and start is not None:
+            report = Report(Status.CONVERGED, counted.products, 0, 0.0, warm=True)
+            return Solution(_tree.copy(start), report, memory)
+        system = System(counted, remaining, 1.0 / ratio, diagonal, memory)
+        solution = self.iterate(system)
+        x = _tree.scale(solution.x, size * ratio)
+        if start is not None:
+            x = _tree.add_(x, start)
+        residual = solution.report.residual
+        report = replace(
+            solution.report,
+            products=counted.products,
+            warm=start is not None,
+            residual=None if residual is None else residual * ratio,
+        )
+        return Solution(x, report, solution.memory)
+
+    def _begin(
+        self, A: Product, unit: Tree, size: float, start: Tree, memory: Mapping[str, Any]
+    ) -> tuple[Tree | None, Tree, float]:
+        """The start if it is kept, the unit right-hand side of what remains, and the share that remains."""
+        residual = _tree.add(unit, add_damping(A(start), start, self.shift(memory)), -1.0 / size)
+        remaining = _tree.norm(residual)
+        if not remaining < 1.0:
+            return None, unit, 1.0
+        if remaining == 0.0:
+            return start, residual, 0.0
+        return start, _tree.scale_(residual, 1.0 / remaining), remaining
+
+    def shift(self, memory: Mapping[str, Any]) -> float:
+        """The damping δ of the system (A + δI) x = b that `iterate` solves."""
+        return 0.0
+
+    @abstractmethod
+    def iterate(self, system: System) -> Solution:
+        """Solve ``system``, whose right-hand side has norm one, from zero."""
+
+    def opening(self) -> "Solver":
+        """The solver for the first solve of a run of warm-started ones, which has nothing to start from."""
+        return self
+
+
+def add_damping(product: Tree, v: Tree, damping: float) -> Tree:
+    """(A + δI) v from A v. A new tree: what a product returns may be v itself."""
+    return _tree.add(product, v, damping) if damping else product
+
+
+def require(condition: bool, name: str, required: str, got: object) -> None:
+    """Raise for a solver's argument out of its range."""
+    if not condition:
+        raise ArgumentError(f"{name} must be {required}; got {got!r}.")
+
+
+def require_number(name: str, value: object) -> None:
+    """Raise for a solver's argument that is no number: a tensor or a string."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(
+            f"{name} must be a number; got {type(value).__name__} {value!r}. Pass a Python float or int."
+        )
+
+
+def is_tree(value: object) -> bool:
+    """Whether a value is a dict of tensors."""
+    return isinstance(value, dict) and all(isinstance(x, Tensor) for x in value.values())

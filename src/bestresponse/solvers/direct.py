@@ -1,0 +1,105 @@
+"""The two ends: the inverse taken as the identity, and the dense inverse."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from .._tree import Tree
+from ..errors import ArgumentError, BestResponseWarning
+from .base import Product, Report, Solution, Solver, Status, System, require, require_number
+
+
+@dataclass(frozen=True, eq=False)
+class Identity(Solver):
+    """x = b: the inverse curvature is taken as the identity, at no product.
+
+    This is the "T1 − T2" method; its hypergradient has the right sign where A is near a multiple of
+    the identity, and no right size.
+
+    Reference: Luketina, Berglund, Greff and Raiko (2016).
+    """
+
+    def iterate(self, system: System) -> Solution:
+        return Solution(system.b, Report(Status.STEP_LIMIT, products=0, steps=0, residual=None))
+
+
+@dataclass(frozen=True, eq=False)
+class Exact(Solver):
+    """x = (A + δI)⁻¹ b from the dense A, one product a column; for small systems and for tests.
+
+    The matrix is made symmetric and taken apart by eigenvalues in float64. Eigenvalues within n ε of
+    zero, relative to the largest, are left out: a singular system gets the least-squares solution of
+    smallest norm, and a warning that names the rank.
+
+    Args:
+        damping: δ ≥ 0.
+        limit: the largest number of weights n to accept; n products and 8 n² bytes are needed.
+
+    Raises:
+        ArgumentError: n > limit, or damping < 0.
+    """
+
+    damping: float = 0.0
+    limit: int = 5_000
+
+    def __post_init__(self) -> None:
+        require_number("Exact.damping", self.damping)
+        require(self.damping >= 0, "Exact.damping", "≥ 0", self.damping)
+
+    def shift(self, memory: object) -> float:
+        return self.damping
+
+    def iterate(self, system: System) -> Solution:
+        n = _tree.size(system.b)
+        if n > self.limit:
+            raise ArgumentError(
+                f"Exact needs at most limit={self.limit:,} weights; got {n:,}, whose dense curvature takes "
+                f"{8 * n * n / 2**30:.1f} GiB and {n:,} products. Use ConjugateGradient, or raise the limit."
+            )
+        flat_b = _tree.flatten(system.b)
+        if not bool(torch.isfinite(matrix := dense(system.A, system.b)).all()):
+            zero = _tree.zeros_like(system.b)
+            return Solution(zero, Report(Status.NOT_FINITE, products=n, steps=0, residual=1.0))
+        matrix = (matrix + matrix.T) / 2
+        values, vectors = torch.linalg.eigh(matrix)
+        damped = values + self.damping
+        precision = torch.finfo(flat_b.dtype).eps
+        kept = damped.abs() > n * precision * damped.abs().max()
+        rank = int(kept.sum())
+        b = flat_b.double()
+        inverse = torch.where(kept, 1.0 / torch.where(kept, damped, 1.0), 0.0)
+        x = vectors @ (inverse * (vectors.T @ b))
+        detail = ""
+        if rank < n:
+            detail = f"rank {rank} of {n}: the least-squares solution of smallest norm"
+            warnings.warn(
+                f"Exact needs an invertible curvature; got {detail}. Add damping or a regulariser "
+                "where that is not what you want.",
+                BestResponseWarning,
+                stacklevel=2,
+            )
+        report = Report(
+            Status.CONVERGED,
+            products=n,
+            steps=1,
+            residual=float(torch.linalg.vector_norm(b - matrix @ x - self.damping * x)),
+            damping=self.damping or None,
+            curvature=(float(values[0]), float(values[-1])),
+            detail=detail,
+        )
+        return Solution(_tree.unflatten(x, system.b), report)
+
+
+def dense(A: Product, like: Tree) -> Tensor:
+    """The matrix of the products with the unit vectors, [n, n] in float64."""
+    n = _tree.size(like)
+    flat = _tree.flatten(like)
+    columns = []
+    for index in range(n):
+        unit = torch.zeros_like(flat)
+        unit[index] = 1.0
+        columns.append(_tree.flatten(A(_tree.unflatten(unit, like))).double())
+    return torch.stack(columns, dim=1)

@@ -1,0 +1,186 @@
+"""Conjugate gradient, with what published hypergradient libraries leave out."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .. import _tree
+from .._tree import Tree
+from .base import Product, Report, Solution, Solver, Status, System, add_damping, require, require_number
+
+_CHECK_EVERY = 10
+_FIRST_DAMPING = 1e-4
+_RAISES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ConjugateGradient(Solver):
+    """Solve (A + δI) x = b by conjugate gradient, for a positive definite A + δI.
+
+    It stops when ‖b − (A + δI) x‖ ≤ tolerance · ‖b‖, at ``max_steps``, or at the first direction p
+    with pᵀ(A + δI)p ≤ 0, where the method has no meaning: then it returns the best iterate by residual
+    with the status *negative curvature*. Every ten steps the residual is computed anew, which costs a
+    product and counts as one.
+
+    Args:
+        max_steps: the largest number of steps, one product each; ≥ 1.
+        tolerance: the relative residual to stop at; ≥ 0.
+        damping: δ ≥ 0. None chooses it: 1e-4 of the curvature along the first right-hand side, raised
+            fourfold (and above the negative curvature that was met) each time a solve meets negative
+            curvature, after which the solve begins again; halved after each solve that meets none, but
+            not below that first value. The report tells it.
+        diagonal: precondition with the diagonal that the problem knows (a weight decay knows its own),
+            where it knows one.
+
+    Reference: Hestenes and Stiefel (1952); for hypergradients, Pedregosa (2016).
+    """
+
+    max_steps: int = 20
+    tolerance: float = 1e-6
+    damping: float | None = 0.0
+    diagonal: bool = False
+
+    def __post_init__(self) -> None:
+        require_number("ConjugateGradient.max_steps", self.max_steps)
+        require(self.max_steps >= 1, "ConjugateGradient.max_steps", "an integer ≥ 1", self.max_steps)
+        require_number("ConjugateGradient.tolerance", self.tolerance)
+        require(self.tolerance >= 0, "ConjugateGradient.tolerance", "≥ 0", self.tolerance)
+        if self.damping is not None:
+            require_number("ConjugateGradient.damping", self.damping)
+            require(self.damping >= 0, "ConjugateGradient.damping", "≥ 0, or None", self.damping)
+
+    def opening(self) -> Solver:
+        return replace(self, max_steps=max(self.max_steps, 20), tolerance=max(self.tolerance, 0.1))
+
+    def shift(self, memory: Mapping[str, Any]) -> float:
+        return float(memory.get("damping", 0.0)) if self.damping is None else self.damping
+
+    def solve(
+        self,
+        A: Product,
+        b: Tree,
+        *,
+        start: Tree | None = None,
+        memory: Mapping[str, Any] | None = None,
+        diagonal: Tree | None = None,
+    ) -> Solution:
+        solution = super().solve(A, b, start=start, memory=memory, diagonal=diagonal)
+        if self.damping is not None:
+            return solution
+        for _ in range(_RAISES):
+            if solution.report.status is not Status.NEGATIVE_CURVATURE:
+                break
+            spent = solution.report.products
+            # A start that an indefinite system made is worth nothing to the one with more damping.
+            solution = super().solve(A, b, memory=solution.memory, diagonal=diagonal)
+            detail = "negative curvature was met, and the damping raised"
+            report = replace(solution.report, products=solution.report.products + spent, detail=detail)
+            solution = replace(solution, report=report)
+        return solution
+
+    def iterate(self, system: System) -> Solution:
+        damping = None if self._chooses_now(system) else self.shift(system.memory)
+        run = _Run(system.b)
+        precondition = _preconditioner(system.diagonal if self.diagonal else None, damping)
+        z = precondition(run.r)
+        p, rz = _tree.copy(z), _tree.dot(run.r, z)
+        converged = self.tolerance * system.target
+        while run.residual > converged and run.step < self.max_steps:
+            product = system.A(p)
+            along, square = _tree.dot(p, product), _tree.dot(p, p)
+            if damping is None:
+                damping = _FIRST_DAMPING * abs(along) / square
+            curvature = along + damping * square
+            if not run.accepts(along, square, damping):
+                break
+            step = rz / curvature
+            run.advance(p, step)
+            if run.step % _CHECK_EVERY == 0 and run.step < self.max_steps:
+                fitted = add_damping(system.A(run.x), run.x, damping)
+                run.r = _tree.add(system.b, fitted, -1.0)
+            else:
+                _tree.add_(_tree.add_(run.r, product, -step), p, -step * damping)
+            if not run.measure(p, step):
+                break
+            z = precondition(run.r)
+            rz, previous = _tree.dot(run.r, z), rz
+            p = _tree.add(z, p, rz / previous)
+        return self._finish(run, converged, damping or 0.0)
+
+    def _chooses_now(self, system: System) -> bool:
+        return self.damping is None and "damping" not in system.memory
+
+    def _finish(self, run: "_Run", converged: float, damping: float) -> Solution:
+        status = run.status
+        if status is Status.STEP_LIMIT and run.residual <= converged:
+            status = Status.CONVERGED
+        x, residual = (run.best, run.smallest) if status.failed else (run.x, run.residual)
+        met = (run.lowest, run.highest) if run.lowest <= run.highest else None
+        report = Report(status, run.step, run.step, residual, damping=damping or None, curvature=met)
+        memory: dict[str, Any] = {}
+        if self.damping is None and met is not None:
+            if status is Status.NEGATIVE_CURVATURE:
+                memory["damping"] = max(4.0 * damping, -2.0 * run.lowest)
+            else:
+                memory["damping"] = max(damping / 2.0, _FIRST_DAMPING * run.highest)
+        return Solution(x, report, memory)
+
+
+class _Run:
+    """The iterate, its residual, and the best of them; what was met on the way."""
+
+    def __init__(self, b: Tree) -> None:
+        self.x, self.r = _tree.zeros_like(b), _tree.copy(b)
+        self.step = 0
+        self.residual = self.smallest = 1.0
+        self.lowest, self.highest = math.inf, -math.inf
+        self.status = Status.STEP_LIMIT
+        self._kept: Tree | None = None
+        self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in b.values())
+
+    @property
+    def best(self) -> Tree:
+        """The iterate with the smallest residual, which is the present one unless another was kept."""
+        return self.x if self._kept is None else self._kept
+
+    def accepts(self, along: float, square: float, damping: float) -> bool:
+        """Whether the curvature along a direction is positive, beyond rounding."""
+        if not math.isfinite(along) or not square > 0.0:
+            self.status = Status.NOT_FINITE
+            return False
+        curvature = along / square
+        self.lowest, self.highest = min(self.lowest, curvature), max(self.highest, curvature)
+        if curvature + damping <= self._precision * (self.highest + damping):
+            self.status = Status.NEGATIVE_CURVATURE
+            return False
+        return True
+
+    def advance(self, p: Tree, step: float) -> None:
+        self.step += 1
+        _tree.add_(self.x, p, step)
+
+    def measure(self, p: Tree, step: float) -> bool:
+        """Measure the residual; keep the iterate before this one where it was the best."""
+        self.residual = _tree.norm(self.r)
+        if self.residual <= self.smallest:
+            self.smallest, self._kept = self.residual, None
+        elif self._kept is None:
+            self._kept = _tree.add(self.x, p, -step)
+        if not math.isfinite(self.residual):
+            self.status = Status.NOT_FINITE
+            return False
+        return True
+
+
+def _preconditioner(diagonal: Tree | None, damping: float | None) -> Callable[[Tree], Tree]:
+    """R ↦ M⁻¹ r with M = diag(d) + c, where c stands for the part of the diagonal that nobody knows."""
+    if diagonal is None:
+        return lambda r: r
+    size = _tree.size(diagonal)
+    mean = sum(float(d.sum()) for d in diagonal.values()) / size
+    floor = max(damping or 0.0, mean * 1e-3, torch.finfo(torch.float32).tiny)
+    inverse = {name: 1.0 / (d.detach() + floor) for name, d in diagonal.items()}
+    return lambda r: {name: x * inverse[name] for name, x in r.items()}

@@ -1,0 +1,128 @@
+"""The truncated Neumann series: Algorithm 3 of the paper."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import _tree
+from .._tree import Tree
+from .base import Report, Solution, Solver, Status, System, require, require_number
+
+# Terms of a convergent series never grow in norm. Those of one that turns slowly (a small negative
+# eigenvalue, say) may grow a little within a few terms and still be what the user asked for.
+_GROWTH = 2.0
+_FIRST_ESTIMATE = 8
+_REFRESH = 2
+_HALVINGS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Neumann(Solver):
+    """x_i = α Σ_{j=0..i} (I − αA)ʲ b, with i = ``terms`` products: Algorithm 3 of the paper.
+
+    It tends to A⁻¹b where every eigenvalue of A lies in (0, 2/α); elsewhere it diverges. The factor α
+    is part of the answer (the paper's listing leaves it out). ``terms=0`` is α b.
+
+    Growth of the terms is watched: a term of more than twice the smallest one's norm ends the series
+    as *diverged*, or as *negative curvature* where that is the reason, with the best iterate. A scale
+    of the solver's own is halved first, and the series begun again.
+
+    Args:
+        terms: i, the number of products; ≥ 0.
+        scale: α > 0, the step of the gradient descent that the series stands for. None takes
+            1 / λ_max, estimated with eight power-iteration products at first and two each later
+            call, from the last estimate's vector and the new right-hand side.
+
+    Raises:
+        ArgumentError: terms < 0 or scale ≤ 0.
+
+    Reference: Lorraine, Vicol and Duvenaud (2019), Theorem 2 and Algorithm 3.
+    """
+
+    terms: int = 20
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        require_number("Neumann.terms", self.terms)
+        require(
+            self.terms >= 0 and self.terms == int(self.terms), "Neumann.terms", "an integer ≥ 0", self.terms
+        )
+        if self.scale is not None:
+            require_number("Neumann.scale", self.scale)
+            require(0 < self.scale < math.inf, "Neumann.scale", "positive and finite, or None", self.scale)
+
+    def iterate(self, system: System) -> Solution:
+        if self.scale is not None:
+            return self._series(system, float(self.scale), {})
+        top, vector = _largest_curvature(system, system.memory.get("vector"))
+        memory: dict[str, Any] = {"vector": vector, "top": top}
+        scale = 1.0 / top if 0.0 < top < math.inf else 1.0
+        solution = self._series(system, scale, memory)
+        halvings = 0
+        while solution.report.status is Status.DIVERGED and halvings < _HALVINGS:
+            halvings += 1
+            scale /= 2.0
+            solution = self._series(system, scale, memory)
+        if halvings:
+            detail = f"the scale was halved {halvings} times, to {scale:.3g}, since the series grew"
+            solution = Solution(solution.x, replace(solution.report, detail=detail), memory)
+        return solution
+
+    def _series(self, system: System, scale: float, memory: dict[str, Any]) -> Solution:
+        """The sum of the terms pʲ = (I − αA)ʲ b; the residual of the sum up to j − 1 is pʲ itself."""
+        term = system.b
+        total = _tree.copy(term)
+        smallest = size = 1.0
+        best: Tree | None = None
+        lowest, highest = math.inf, -math.inf
+        status = Status.STEP_LIMIT
+        steps = 0
+        while steps < self.terms and not status.failed:
+            steps += 1
+            product = system.A(term)
+            curvature = _tree.dot(term, product) / size**2 if size else 0.0
+            following = _tree.add(term, product, -scale)
+            size = _tree.norm(following)
+            if not math.isfinite(size) or not math.isfinite(curvature):
+                status = Status.NOT_FINITE
+                continue
+            lowest, highest = min(lowest, curvature), max(highest, curvature)
+            if size <= smallest:
+                smallest, best = size, None
+            elif best is None:
+                # The smallest residual is that of the sum without the term that grew.
+                best = _tree.add(total, term, -1.0)
+            if size > _GROWTH * smallest:
+                negative = curvature <= 0.0
+                status = Status.NEGATIVE_CURVATURE if negative else Status.DIVERGED
+                continue
+            term = following
+            _tree.add_(total, term)
+        if status.failed:
+            total = best if best is not None else _tree.add(total, term, -1.0)
+        report = Report(
+            status,
+            products=steps,
+            steps=steps,
+            residual=(smallest if status.failed else size) if self.terms else None,
+            scale=scale,
+            curvature=(lowest, highest) if lowest <= highest else None,
+        )
+        return Solution(_tree.scale_(total, scale), report, memory)
+
+
+def _largest_curvature(system: System, vector: Tree | None) -> tuple[float, Tree]:
+    """The largest |eigenvalue| that the right-hand side sees, by power iteration, from below."""
+    start = system.b
+    products = _FIRST_ESTIMATE
+    if vector is not None and _tree.same_layout(vector, start):
+        start, products = _tree.add(vector, start), _REFRESH
+    size = _tree.norm(start)
+    top = 0.0
+    for _ in range(products):
+        if not 0.0 < size < math.inf:
+            break
+        vector = _tree.scale(start, 1.0 / size)
+        start = system.A(vector)
+        size = top = _tree.norm(start)
+    return top, vector if vector is not None else system.b

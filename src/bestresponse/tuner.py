@@ -1,0 +1,364 @@
+"""Weights and hyperparameters that move together: Algorithm 1 of the paper."""
+
+import math
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from . import _tree
+from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
+from .implicit import (
+    Hypergradient,
+    Implicit,
+    Method,
+    accumulate,
+    check_method,
+    differentiate,
+    failure,
+    hypergradient,
+)
+from .problem import Problem, checked_loss
+
+WeightStep = Callable[[Problem, Any], None]
+Callback = Callable[["Tuner"], None]
+
+
+class Tuner:
+    """Alternate steps of the weights on the training loss with steps of the hyperparameters on the validation loss.
+
+    Repeat: ``weight_steps`` times w ← w − step(∂L_T/∂w), then λ ← λ − step(dL_V/dλ)  (Algorithm 1).
+
+    Each weight step takes the next training batch; a hyper-step takes the next training and the next
+    validation batch. Both collections are cycled independently, an ``iter()`` an epoch.
+
+    Args:
+        problem: the two losses.
+        weight_optimizer: a torch optimiser of the weights, or a function (problem, batch) -> None that
+            moves them itself (an exact inner solver, L-BFGS).
+        hyper_optimizer: a torch optimiser of the hyperparameters.
+        method: the hypergradient; None means ``Implicit()``.
+        weight_steps: weight steps before each hyper-step; ≥ 1.
+        warmup_steps: weight steps before the first hyper-step.
+        weight_scheduler: a learning-rate scheduler, stepped once a weight step.
+        hyper_scheduler: the same, once a hyper-step. A scheduler that wants a metric gets the
+            last validation loss.
+        clip_weights: the largest norm of the training gradient, which is scaled down to it.
+        policy: what to do when a solve fails: "warn" (once a status), "raise", or "skip" the hyper-step.
+        seed: of the dropout masks and the like in the hypergradients, one draw for each hyper-step.
+        callbacks: functions of the tuner, called after each hyper-step; see `bestresponse.callbacks`.
+
+    Attributes:
+        history: a dict for each hyper-step, with the losses and what the solve reported.
+        hyper_step, weight_step: the numbers of steps made.
+
+    Raises:
+        ArgumentError: the weight optimiser has its own weight decay, lacks a weight or holds a
+            hyperparameter; or an argument is out of its range.
+
+    After each hyper-step, modules in ``hyper`` with a method ``project_()`` are put back into their bounds.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        weight_optimizer: Optimizer | WeightStep,
+        hyper_optimizer: Optimizer,
+        method: Method | None = None,
+        *,
+        weight_steps: int = 1,
+        warmup_steps: int = 0,
+        weight_scheduler: LRScheduler | None = None,
+        hyper_scheduler: LRScheduler | None = None,
+        clip_weights: float | None = None,
+        policy: Literal["warn", "raise", "skip"] = "warn",
+        seed: int = 0,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        method = Implicit() if method is None else method
+        check_method(method)
+        _check_weight_optimizer(problem, weight_optimizer)
+        _check_hyper_optimizer(problem, hyper_optimizer)
+        if weight_steps < 1 or warmup_steps < 0:
+            raise ArgumentError(
+                "Tuner needs weight_steps ≥ 1 and warmup_steps ≥ 0; got "
+                f"weight_steps={weight_steps!r}, warmup_steps={warmup_steps!r}."
+            )
+        if clip_weights is not None and not clip_weights > 0:
+            raise ArgumentError(f"Tuner.clip_weights must be positive, or None; got {clip_weights!r}.")
+        if policy not in ("warn", "raise", "skip"):
+            raise ArgumentError(f'Tuner.policy must be "warn", "raise" or "skip"; got {policy!r}.')
+        self.problem, self.method = problem, method
+        self.weight_optimizer, self.hyper_optimizer = weight_optimizer, hyper_optimizer
+        self.weight_scheduler, self.hyper_scheduler = weight_scheduler, hyper_scheduler
+        self.weight_steps, self.warmup_steps = weight_steps, warmup_steps
+        self.clip_weights, self.policy, self.seed = clip_weights, policy, seed
+        self.callbacks = list(callbacks)
+        self.history: list[dict[str, Any]] = []
+        self.hyper_step = self.weight_step = self.last_hyper_step = 0
+        self.stopped: str | None = None
+        self._settings = _settings(weight_optimizer)
+
+    def fit(
+        self, train_batches: Iterable[Any], val_batches: Iterable[Any], hyper_steps: int
+    ) -> list[dict[str, Any]]:
+        """Make ``hyper_steps`` more hyper-steps, and return the history.
+
+        Args:
+            train_batches: a loader or a list; it is iterated anew each epoch.
+            val_batches: likewise, for the validation loss.
+            hyper_steps: how many to make, unless a callback stops the run.
+
+        Raises:
+            ArgumentError: a collection is empty, or can be gone through only once (a generator).
+            EvaluationError: a loss or hypergradient is no longer finite.
+            SolveError: a solve failed, and the policy is "raise".
+        """
+        train, val = _cycle("train_batches", train_batches), _cycle("val_batches", val_batches)
+        self.stopped = None
+        self.last_hyper_step = self.hyper_step + hyper_steps
+        began = time.perf_counter()
+        try:
+            for _ in range(self.warmup_steps - self.weight_step):
+                self._move_weights(next(train))
+            while self.hyper_step < self.last_hyper_step and self.stopped is None:
+                losses = [self._move_weights(next(train)) for _ in range(self.weight_steps)]
+                row = self._move_hyperparameters(losses, next(train), next(val))
+                row["seconds"] = time.perf_counter() - began
+                self.history.append(row)
+                for callback in self.callbacks:
+                    callback(self)
+        finally:
+            for callback in self.callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
+        return self.history
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present hyper-step; for callbacks."""
+        self.stopped = reason
+
+    def retrain(
+        self,
+        batches: Iterable[Any],
+        steps: int,
+        initialise: Callable[[nn.Module], Any],
+        optimizer: Optimizer | WeightStep | None = None,
+    ) -> list[float]:
+        """Train the weights from scratch under the tuned hyperparameters, which stay as they are.
+
+        Args:
+            batches: what to train on: training and validation data together, say.
+            steps: weight steps to make.
+            initialise: sets the model's weights (and buffers) anew, in place.
+            optimizer: None takes one of the same class and settings as the tuner's was made with, with
+                empty state. No scheduler runs.
+
+        Returns:
+            The training loss at each step.
+        """
+        with torch.no_grad():
+            initialise(self.problem.model)
+        if optimizer is None:
+            optimizer = self._fresh_weight_optimizer()
+        else:
+            _check_weight_optimizer(self.problem, optimizer)
+        stream = _cycle("batches", batches)
+        losses = [self._weight_step(optimizer, next(stream)) for _ in range(steps)]
+        return [float(loss) for loss in losses]
+
+    def _move_weights(self, batch: Any) -> Tensor:
+        loss = self._weight_step(self.weight_optimizer, batch)
+        self.weight_step += 1
+        self._step_scheduler(self.weight_scheduler)
+        return loss
+
+    def _weight_step(self, optimizer: Optimizer | WeightStep, batch: Any) -> Tensor:
+        problem = self.problem
+        if not isinstance(optimizer, Optimizer):
+            optimizer(problem, batch)
+            with problem.undisturbed() as passes:
+                return passes.train_loss(batch).detach()
+        weights = list(problem.weights.values())
+        optimizer.zero_grad(set_to_none=True)
+        loss = checked_loss("train_loss", problem.train_loss(problem.model, problem.hyper, batch))
+        # With inputs, .grad of the hyperparameters stays free of ∂L_T/∂λ, and is not computed.
+        torch.autograd.backward(loss, inputs=weights)
+        if self.clip_weights is not None:
+            nn.utils.clip_grad_norm_(weights, self.clip_weights)
+        optimizer.step()
+        return loss.detach()
+
+    def _move_hyperparameters(
+        self, losses: Sequence[Tensor], train_batch: Any, val_batch: Any
+    ) -> dict[str, Any]:
+        train_loss = float(torch.stack(list(losses)).mean())
+        if not math.isfinite(train_loss):
+            raise EvaluationError(
+                f"train_loss must stay finite; got {train_loss} at weight step {self.weight_step}. "
+                "Lower the learning rate, or clip with clip_weights."
+            )
+        number = self.hyper_step + 1
+        seed = random.Random(f"{self.seed}/{number}").getrandbits(62)
+        take = hypergradient if self.policy == "warn" else differentiate
+        result = take(self.problem, train_batch, val_batch, self.method, seed)
+        stepped = self._judge(result, number)
+        if stepped:
+            self.hyper_optimizer.zero_grad(set_to_none=True)
+            accumulate(self.problem, result)
+            self.hyper_optimizer.step()
+            self._project()
+        self.hyper_step = number
+        row = self._row(train_loss, result, stepped)
+        self._step_scheduler(self.hyper_scheduler, result.val_loss)
+        return row
+
+    def _judge(self, result: Hypergradient, number: int) -> bool:
+        """Whether to step along a hypergradient; raises where the policy says so."""
+        bad = _tree.not_finite(result.total)
+        failed = result.solve is not None and result.solve.status.failed
+        if self.policy == "skip":
+            return not bad and not failed
+        if bad:
+            raise EvaluationError(
+                f"the hypergradient must be finite; got NaN or infinity for {bad[:5]} at hyper-step {number}. "
+                'Use more damping or a smaller step, or policy="skip".'
+            )
+        if failed and self.policy == "raise":
+            assert result.solve is not None
+            raise SolveError(f"at hyper-step {number}, {failure(result.solve)}")
+        return True
+
+    def _project(self) -> None:
+        for module in self.problem.hyper.modules():
+            if callable(project := getattr(module, "project_", None)):
+                project()
+
+    def _row(self, train_loss: float, result: Hypergradient, stepped: bool) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "hyper_step": self.hyper_step,
+            "weight_step": self.weight_step,
+            "train_loss": train_loss,
+            "val_loss": result.val_loss,
+            "hypergradient_norm": result.norm,
+            "stepped": stepped,
+        }
+        if result.solve is not None:
+            row["status"] = str(result.solve.status)
+            row["products"] = result.solve.products
+            row["residual"] = result.solve.residual
+        return row
+
+    def _step_scheduler(self, scheduler: Any, val_loss: float | None = None) -> None:
+        if scheduler is None:
+            return
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+            return
+        if val_loss is None and self.history:
+            val_loss = self.history[-1]["val_loss"]
+        if val_loss is not None:
+            scheduler.step(val_loss)
+
+    def _fresh_weight_optimizer(self) -> Optimizer | WeightStep:
+        if not isinstance(self.weight_optimizer, Optimizer):
+            return self.weight_optimizer
+        fresh = copy(self.weight_optimizer)
+        fresh.state = defaultdict(dict)
+        fresh.param_groups = [dict(group) for group in self._settings]
+        return fresh
+
+
+def _settings(optimizer: Optimizer | WeightStep) -> list[dict[str, Any]]:
+    """The parameter groups as they are now, before any scheduler moves a learning rate."""
+    return [dict(group) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
+
+
+def _cycle(name: str, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches again and again, each round a new ``iter()``."""
+    if not isinstance(batches, Iterable):
+        raise ArgumentTypeError(
+            f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
+        )
+    if isinstance(batches, Iterator):
+        raise ArgumentError(
+            f"{name} must be a collection that can be gone through again; got the iterator "
+            f"{type(batches).__name__}, which is empty after one epoch. Pass the loader itself, or list(...)."
+        )
+    return _rounds(name, batches)
+
+
+def _rounds(name: str, batches: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ArgumentError(
+                f"{name} must hold at least one batch; got none. Is drop_last dropping all of it?"
+            )
+
+
+def _check_weight_optimizer(problem: Problem, optimizer: object) -> None:
+    if not isinstance(problem, Problem):
+        raise ArgumentTypeError(f"Tuner.problem must be a Problem; got {type(problem).__name__}.")
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer) or isinstance(optimizer, type):
+            raise ArgumentTypeError(
+                "the weight optimiser must be a torch optimiser or a function (problem, batch) -> None; "
+                f"got {optimizer!r}."
+            )
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            "the weight optimiser must step without a closure; got LBFGS. Pass a function (problem, batch) -> None "
+            "that calls its step(closure)."
+        )
+    decayed = {g["weight_decay"] for g in optimizer.param_groups if g.get("weight_decay", 0) != 0}
+    if decayed:
+        raise ArgumentError(
+            "the weight optimiser must have weight_decay=0, since its own decay moves the weights but is not in "
+            f"train_loss, which is differentiated; got {sorted(decayed)}. Add the decay to train_loss, where it "
+            "can be tuned too: hyperparameters.WeightDecay."
+        )
+    held = _held(optimizer)
+    tuned = [n for n, p in problem.hyperparameters.items() if id(p) in held]
+    missing = [n for n, w in problem.weights.items() if id(w) not in held]
+    if tuned:
+        raise ArgumentError(
+            f"the weight optimiser must hold weights only; got the hyperparameters {tuned[:5]} too. "
+            "Make it with problem.weights.values()."
+        )
+    if missing:
+        raise ArgumentError(
+            f"the weight optimiser must hold every weight; it lacks {missing[:5]}. Make it with "
+            "problem.weights.values(), or freeze those with requires_grad_(False) before Problem is made."
+        )
+
+
+def _check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"the hyper-optimiser must be a torch optimiser; got {type(optimizer).__name__}."
+        )
+    held = _held(optimizer)
+    weights = [n for n, w in problem.weights.items() if id(w) in held]
+    missing = [n for n, p in problem.hyperparameters.items() if id(p) not in held]
+    if weights or missing:
+        what = f"the weights {weights[:5]} too" if weights else f"none of {missing[:5]}"
+        raise ArgumentError(
+            f"the hyper-optimiser must hold every hyperparameter and nothing else; got {what}. "
+            "Make it with problem.hyperparameters.values()."
+        )
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -1,0 +1,86 @@
+"""Differentiation through optimisation: the hypergradient of a few steps of gradient descent."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _graph, _tree
+from ._tree import Tree
+from .errors import ArgumentError
+from .implicit import Hypergradient, Method, combine, refuse_unreached, validation_gradient
+from .problem import Passes
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled(Method):
+    """Look K steps of gradient descent ahead, and differentiate the validation loss through them.
+
+        w_{k+1} = w_k − α ∂L_T/∂w(w_k, λ),  w_0 the present weights;  the result is dL_V(w_K, λ)/dλ
+
+    The steps are made on copies: nothing is written back. ``val_loss`` and ``direct`` of the result
+    are at w_K. Every step uses the same batch and the same random state. At a stationary point of the
+    training loss the result is that of ``Implicit(Neumann(terms=K - 1, scale=α))``.
+
+    Args:
+        steps: K ≥ 1. Memory grows with the steps that are differentiated.
+        step_size: α > 0.
+        last: differentiate the last ``last`` steps only (truncated unrolling); None means all.
+
+    Raises:
+        ArgumentError: an argument out of its range.
+        EvaluationError: a loss uses an original weight beside the argument ``model``.
+
+    Reference: Domke (2012); Maclaurin, Duvenaud and Adams (2015); truncated, Shaban et al. (2018).
+    """
+
+    steps: int
+    step_size: float
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ArgumentError(f"Unrolled.steps must be an integer ≥ 1; got {self.steps!r}.")
+        if not self.step_size > 0:
+            raise ArgumentError(f"Unrolled.step_size must be positive; got {self.step_size!r}.")
+        if self.last is not None and not 1 <= self.last <= self.steps:
+            raise ArgumentError(
+                f"Unrolled.last must lie between 1 and steps={self.steps}, or be None; got {self.last!r}."
+            )
+
+    def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
+        problem = passes.problem
+        differentiated = self.steps if self.last is None else self.last
+        weights = _copies(problem.weights)
+        for _ in range(self.steps - differentiated):
+            weights = _copies(self._step(passes, train_batch, weights, graph=False)[0])
+        reached: set[int] = set()
+        for _ in range(differentiated):
+            weights, leaves = self._step(passes, train_batch, weights, graph=True)
+            reached |= leaves
+        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, _copies(weights))
+        refuse_unreached(problem, direct, reached)
+        inputs = list(problem.hyperparameters.values())
+        through = _graph.vector_product(weights, inputs, val_gradient, retain_graph=False)
+        indirect = dict(zip(problem.hyperparameters, through, strict=True))
+        return combine(problem, val_loss, direct, indirect)
+
+    def _step(self, passes: Passes, batch: Any, weights: Tree, graph: bool) -> tuple[Tree, set[int]]:
+        """The weights after one step, and the leaves that its loss reaches."""
+        before = list(weights.values())
+        loss = passes.train_loss(batch, weights)
+        if graph:
+            _graph.inspect_loss(loss, until=before)
+        gradient = torch.autograd.grad(loss, before, create_graph=graph, allow_unused=True)
+        if graph:
+            _graph.inspect_gradient([g for g in gradient if g is not None], until=before)
+        after = {
+            name: w if g is None else w - self.step_size * g
+            for (name, w), g in zip(weights.items(), gradient, strict=True)
+        }
+        return after, _graph.leaves(loss, until=before)
+
+
+def _copies(weights: dict[str, Any]) -> Tree:
+    """The same values as new leaves."""
+    return {name: w.requires_grad_() for name, w in _tree.copy(weights).items()}
