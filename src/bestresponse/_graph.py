@@ -77,10 +77,13 @@ def inspect_gradient(gradient: Iterable[Tensor], until: Iterable[Tensor] = ()) -
 
 def _message_of(node: Any) -> str:
     """What a node that only raises would say, with the operation's name in it."""
-    try:
-        node(torch.zeros(()))
-    except RuntimeError as error:
-        return str(error)
+    for arguments in range(1, 9):
+        try:
+            node(*[torch.zeros(())] * arguments)
+        except TypeError:  # another number of arguments
+            continue
+        except RuntimeError as error:
+            return str(error)
     return str(node.name())
 
 

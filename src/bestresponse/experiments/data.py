@@ -54,7 +54,7 @@ class Images:
                 "Ask for fewer."
             )
         order = torch.randperm(len(self.x_train), generator=torch.Generator().manual_seed(seed))
-        pieces = order[: sum(sizes)].split(list(sizes))
+        pieces = torch.split(order[: sum(sizes)], list(sizes))
         return [(self.x_train[rows], self.y_train[rows]) for rows in pieces]
 
 

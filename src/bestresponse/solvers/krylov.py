@@ -13,7 +13,8 @@ from .base import Product, Report, Solution, Solver, Status, System, add_damping
 
 _CHECK_EVERY = 10
 _FIRST_DAMPING = 1e-4
-_RAISES = 4
+_RAISE = 10.0
+_RAISES = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class ConjugateGradient(Solver):
         max_steps: the largest number of steps, one product each; ≥ 1.
         tolerance: the relative residual to stop at; ≥ 0.
         damping: δ ≥ 0. None chooses it: 1e-4 of the curvature along the first right-hand side, raised
-            fourfold (and above the negative curvature that was met) each time a solve meets negative
+            tenfold (and above the negative curvature that was met) each time a solve meets negative
             curvature, after which the solve begins again; halved after each solve that meets none, but
             not below that first value. The report tells it.
         diagonal: precondition with the diagonal that the problem knows (a weight decay knows its own),
@@ -67,9 +68,11 @@ class ConjugateGradient(Solver):
         memory: Mapping[str, Any] | None = None,
         diagonal: Tree | None = None,
     ) -> Solution:
-        solution = super().solve(A, b, start=start, memory=memory, diagonal=diagonal)
         if self.damping is not None:
-            return solution
+            return super().solve(A, b, start=start, memory=memory, diagonal=diagonal)
+        # A start is a solution under the damping that came with it; without that it says nothing.
+        start = start if memory and "damping" in memory else None
+        solution = super().solve(A, b, start=start, memory=memory, diagonal=diagonal)
         for _ in range(_RAISES):
             if solution.report.status is not Status.NEGATIVE_CURVATURE:
                 break
@@ -123,7 +126,7 @@ class ConjugateGradient(Solver):
         memory: dict[str, Any] = {}
         if self.damping is None and met is not None:
             if status is Status.NEGATIVE_CURVATURE:
-                memory["damping"] = max(4.0 * damping, -2.0 * run.lowest)
+                memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
             else:
                 memory["damping"] = max(damping / 2.0, _FIRST_DAMPING * run.highest)
         return Solution(x, report, memory)
@@ -176,11 +179,12 @@ class _Run:
 
 
 def _preconditioner(diagonal: Tree | None, damping: float | None) -> Callable[[Tree], Tree]:
-    """R ↦ M⁻¹ r with M = diag(d) + c, where c stands for the part of the diagonal that nobody knows."""
-    if diagonal is None:
+    """Maps r to M⁻¹ r with M = diag(d) + δ; where there is no damping, the mean of d stands for it.
+
+    A solve that has yet to choose its damping is not preconditioned.
+    """
+    if diagonal is None or damping is None:
         return lambda r: r
-    size = _tree.size(diagonal)
-    mean = sum(float(d.sum()) for d in diagonal.values()) / size
-    floor = max(damping or 0.0, mean * 1e-3, torch.finfo(torch.float32).tiny)
-    inverse = {name: 1.0 / (d.detach() + floor) for name, d in diagonal.items()}
+    shift = damping or sum(float(d.sum()) for d in diagonal.values()) / _tree.size(diagonal) or 1.0
+    inverse = {name: 1.0 / (d.detach() + shift) for name, d in diagonal.items()}
     return lambda r: {name: x * inverse[name] for name, x in r.items()}

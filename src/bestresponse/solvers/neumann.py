@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from .. import _tree
 from .._tree import Tree
 from .base import Report, Solution, Solver, Status, System, require, require_number
@@ -13,7 +15,7 @@ from .base import Report, Solution, Solver, Status, System, require, require_num
 _GROWTH = 2.0
 _FIRST_ESTIMATE = 8
 _REFRESH = 2
-_HALVINGS = 20
+_LOWERINGS = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,8 @@ class Neumann(Solver):
 
     Growth of the terms is watched: a term of more than twice the smallest one's norm ends the series
     as *diverged*, or as *negative curvature* where that is the reason, with the best iterate. A scale
-    of the solver's own is halved first, and the series begun again.
+    of the solver's own is halved first, or lowered to what the growing term tells, and the series begun
+    again.
 
     Args:
         terms: i, the number of products; ≥ 0.
@@ -58,13 +61,14 @@ class Neumann(Solver):
         memory: dict[str, Any] = {"vector": vector, "top": top}
         scale = 1.0 / top if 0.0 < top < math.inf else 1.0
         solution = self._series(system, scale, memory)
-        halvings = 0
-        while solution.report.status is Status.DIVERGED and halvings < _HALVINGS:
-            halvings += 1
-            scale /= 2.0
+        lowered = 0
+        while solution.report.status is Status.DIVERGED and lowered < _LOWERINGS:
+            lowered += 1
+            assert solution.report.curvature is not None
+            scale = min(scale / 2.0, 1.0 / solution.report.curvature[1])
             solution = self._series(system, scale, memory)
-        if halvings:
-            detail = f"the scale was halved {halvings} times, to {scale:.3g}, since the series grew"
+        if lowered:
+            detail = f"the scale was lowered {lowered} times, to {scale:.3g}, since the series grew"
             solution = Solution(solution.x, replace(solution.report, detail=detail), memory)
         return solution
 
@@ -72,15 +76,17 @@ class Neumann(Solver):
         """The sum of the terms pʲ = (I − αA)ʲ b; the residual of the sum up to j − 1 is pʲ itself."""
         term = system.b
         total = _tree.copy(term)
+        # Terms of this size are lost in the sum, and their squares may underflow.
+        precision = max(torch.finfo(x.dtype).eps for x in term.values()) ** 2
         smallest = size = 1.0
         best: Tree | None = None
         lowest, highest = math.inf, -math.inf
         status = Status.STEP_LIMIT
         steps = 0
-        while steps < self.terms and not status.failed:
+        while steps < self.terms and status is Status.STEP_LIMIT:
             steps += 1
             product = system.A(term)
-            curvature = _tree.dot(term, product) / size**2 if size else 0.0
+            curvature = _tree.dot(term, product) / size / size
             following = _tree.add(term, product, -scale)
             size = _tree.norm(following)
             if not math.isfinite(size) or not math.isfinite(curvature):
@@ -98,6 +104,8 @@ class Neumann(Solver):
                 continue
             term = following
             _tree.add_(total, term)
+            if size < precision:
+                status = Status.CONVERGED
         if status.failed:
             total = best if best is not None else _tree.add(total, term, -1.0)
         report = Report(

@@ -1,0 +1,21 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def data_folder():
+    folder = os.environ.get("BESTRESPONSE_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("BESTRESPONSE_DATA names no folder of data")
+    return Path(folder)

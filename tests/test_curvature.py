@@ -1,0 +1,250 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bestresponse as br
+import cases
+from bestresponse.testing import check_curvature
+
+
+def batch():
+    return torch.linspace(-1, 1, 36).view(12, 3), torch.arange(12) % 2
+
+
+@pytest.mark.parametrize("hidden", [nn.Identity, lambda: nn.Dropout(0.4), lambda: nn.BatchNorm1d(4)])
+def test_hessian_equals_differences_of_the_gradient(hidden):
+    problem, train, _ = cases.network(hidden())
+    check_curvature(br.Hessian(), problem, train)
+
+
+@pytest.mark.parametrize("step", [None, 1e-6])
+@pytest.mark.parametrize("hidden", [nn.Identity, lambda: nn.Dropout(0.4), lambda: nn.BatchNorm1d(4)])
+def test_finite_differences_equal_the_hessian(hidden, step):
+    problem, train, _ = cases.network(hidden())
+    check_curvature(br.FiniteDifference(step), problem, train, tolerance=1e-7)
+
+
+def test_finite_differences_in_float32_on_a_smooth_network():
+    problem, train, _ = cases.network()
+    problem.model.float(), problem.hyper.float()
+    train = (train[0].float(), train[1])
+    v = {n: torch.randn_like(w) for n, w in problem.weights.items()}
+    products = []
+    for curvature in (br.Hessian(), br.FiniteDifference()):
+        with problem.undisturbed() as passes:
+            products.append(torch.cat([x.view(-1) for x in curvature.linearise(passes, train)(v).values()]))
+    assert float((products[0] - products[1]).norm() / products[0].norm()) < 3e-3
+
+
+def test_finite_differences_warn_of_kinks_in_float32():
+    problem, train, _ = cases.network(nn.ReLU())
+    problem.model.float(), problem.hyper.float()
+    train = (train[0].float(), train[1])
+    with pytest.warns(br.BestResponseWarning, match="Relu"), problem.undisturbed() as passes:
+        br.FiniteDifference().linearise(passes, train)
+
+
+def test_finite_differences_refuse_half_precision():
+    problem, train, _ = cases.network()
+    problem.model.bfloat16()
+    with pytest.raises(br.Error, match="float32 or float64"), problem.undisturbed() as passes:
+        br.FiniteDifference().linearise(passes, (train[0].bfloat16(), train[1]))
+
+
+def test_finite_differences_restore_the_weights_after_an_error():
+    problem, train, val = cases.network()
+    calls = 0
+
+    def failing(model, hyper, batch):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return cases_loss(model, batch) + hyper(model)
+
+    problem.train_loss = failing
+    before = {n: w.detach().clone() for n, w in problem.weights.items()}
+    method = br.Implicit(br.ConjugateGradient(3), br.FiniteDifference())
+    with pytest.raises(KeyboardInterrupt):
+        br.hypergradient(problem, train, val, method)
+    assert all(torch.equal(before[n], w) for n, w in problem.weights.items())
+
+
+def cases_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_weights_out_of_reach_are_left_out_and_named_once():
+    problem, train, val = cases.network()
+    problem.model.register_module("unused", nn.Linear(2, 2))
+    weights = dict(problem.model[:4].named_parameters())
+    decay = problem.hyper
+
+    def train_loss(model, hyper, batch):
+        fit = cases_loss(model[:4], batch)
+        return fit + decay_of_used(hyper, model)
+
+    def decay_of_used(hyper, model):
+        return sum((r.exp() * weights[n].square()).sum() for n, r in hyper._rates().items()) / 2
+
+    problem = br.Problem(problem.model, decay, train_loss, lambda m, h, b: cases_loss(m[:4], b))
+    with pytest.warns(br.BestResponseWarning, match="unused.weight"):
+        h = br.hypergradient(problem, train, val, br.Implicit(br.Exact()))
+    assert all(x.isfinite().all() for x in h.total.values())
+    br.hypergradient(problem, train, val, br.Implicit(br.Exact()))
+
+
+def test_a_weight_that_the_loss_is_linear_in_has_no_curvature():
+    class Affine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.slope = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    model, hyper = Affine(), nn.ParameterDict({"rate": nn.Parameter(torch.tensor(0.5))})
+    problem = br.Problem(
+        model,
+        hyper,
+        lambda m, h, b: (h["rate"] * m.w.square()).sum() + (m.slope * b).sum(),
+        lambda m, h, b: m.w.sum(),
+    )
+    with problem.undisturbed() as passes:
+        system = br.Hessian().linearise(passes, torch.arange(3.0))
+        product = system({"w": torch.ones(3), "slope": torch.ones(3)})
+    assert torch.equal(product["w"], torch.ones(3))
+    assert torch.equal(product["slope"], torch.zeros(3))
+
+
+# --- defences against wrong second derivatives -------------------------------------------------
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x):
+        q = self.inner(x).view(1, 1, 12, 4)
+        return F.scaled_dot_product_attention(q, q, 2 * q).view(12, 4).mean(dim=1, keepdim=True)
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5, 4)
+
+    def forward(self, x):
+        return self.bag(torch.arange(12).view(12, 1) % 5).mean(dim=1, keepdim=True)
+
+
+class Distances(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return torch.cdist(self.inner(x), 2 * self.inner(x)[:1] + 1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = nn.Linear(3, 1), reentrant
+
+    def forward(self, x):
+        # An input that requires a gradient makes the re-entrant variant run at all.
+        return checkpoint(lambda z: self.inner(z).tanh(), x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.inner, self.function = nn.Linear(3, 1), function
+
+    def forward(self, x):
+        return self.function(self.inner(x))
+
+
+def problem_of(model):
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+
+    def loss(model, hyper, batch):
+        return (model(batch[0].clone()) - batch[1].view(12, 1)).square().mean()
+
+    return br.Problem(model, decay, lambda m, h, b: loss(m, h, b) + h(m), loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: Applied(Cube.apply), "Cube.*once_differentiable.*FiniteDifference"),
+        (lambda: Applied(lambda y: Cube.apply(y).sum(dim=1, keepdim=True)), "Cube.*once_differentiable"),
+        (Attention, "scaled_dot_product.*SDPBackend.MATH"),
+        (Bags, "embedding_bag.*FiniteDifference"),
+        (Distances, "cdist.*FiniteDifference"),
+        (lambda: Checkpointed(True), "checkpoint.*use_reentrant=False"),
+        (lambda: torch.compile(nn.Linear(3, 1), backend="aot_eager"), "torch.compile.*before torch.compile"),
+    ],
+    ids=["once", "once, constant upstream", "attention", "embedding bag", "cdist", "checkpoint", "compiled"],
+)
+@pytest.mark.parametrize(
+    "method", [br.Implicit(br.ConjugateGradient(2)), br.Unrolled(2, 0.1)], ids=["implicit", "unrolled"]
+)
+def test_missing_second_derivatives_raise_and_name_the_way_out(model, words, method):
+    problem = problem_of(model())
+    with pytest.raises(br.Error, match=f"(?s){words}") as caught:
+        br.hypergradient(problem, batch(), batch(), method)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_constant_upstream_gradient_does_not_hide_a_once_differentiable_function():
+    # Here torch leaves no node at all in the gradient's graph: the product would be zero.
+    model = nn.Linear(3, 1)
+    hyper = nn.ParameterDict({"rate": nn.Parameter(torch.tensor(0.0))})
+    problem = br.Problem(
+        model,
+        hyper,
+        lambda m, h, b: Cube.apply(m.weight * h["rate"].exp()).sum() + m.weight.square().sum() + m.bias.sum(),
+        lambda m, h, b: m.weight.sum(),
+    )
+    with pytest.raises(br.Error, match="Cube"):
+        br.hypergradient(problem, None, None, br.Implicit(br.ConjugateGradient(2)))
+
+
+def test_the_ways_out_work():
+    method = br.Implicit(br.Exact())
+    checkpointed = Checkpointed(False)
+    plain = Applied(torch.tanh)
+    plain.inner = checkpointed.inner
+    one = br.hypergradient(problem_of(checkpointed), batch(), batch(), method)
+    other = br.hypergradient(problem_of(plain), batch(), batch(), method)
+    assert all(torch.allclose(one.total[n], other.total[n]) for n in one.total)
+
+    attention = problem_of(Attention())
+    differences = br.Implicit(br.Exact(damping=0.1), br.FiniteDifference())
+    exact = br.Implicit(br.Exact(damping=0.1))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        one = br.hypergradient(attention, batch(), batch(), exact)
+    other = br.hypergradient(attention, batch(), batch(), differences)
+    assert all(torch.allclose(one.total[n], other.total[n], rtol=1e-5, atol=1e-9) for n in one.total)
+
+    cubed = problem_of(Applied(Cube.apply))
+    written_out = problem_of(Applied(lambda y: y**3))
+    written_out.model.inner.load_state_dict(cubed.model.inner.state_dict())
+    one = br.hypergradient(cubed, batch(), batch(), differences)
+    other = br.hypergradient(written_out, batch(), batch(), exact)
+    assert all(torch.allclose(one.total[n], other.total[n], rtol=1e-5, atol=1e-9) for n in one.total)

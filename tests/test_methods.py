@@ -1,0 +1,404 @@
+import pytest
+import torch
+from torch import nn
+
+import bestresponse as br
+import cases
+from bestresponse import _tree
+from bestresponse.testing import check_method, differences
+
+# Solvers that reach the exact answer, with the tolerance that they should reach.
+EXACT = {
+    "Exact": (lambda: br.Exact(), 1e-8),
+    "Exact, tiny damping": (lambda: br.Exact(damping=1e-10), 1e-7),
+    "ConjugateGradient": (lambda: br.ConjugateGradient(max_steps=60, tolerance=1e-12), 1e-8),
+    "ConjugateGradient, preconditioned": (
+        lambda: br.ConjugateGradient(max_steps=60, tolerance=1e-12, diagonal=True),
+        1e-8,
+    ),
+    "Neumann": (lambda: br.Neumann(terms=3000), 1e-8),
+    "Neumann, fixed scale": (lambda: br.Neumann(terms=6000, scale=0.2), 1e-8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Exact needs an invertible")
+@pytest.mark.parametrize("solver", EXACT)
+@pytest.mark.parametrize("case", cases.EXACT_CASES)
+def test_implicit_is_exact(case, solver):
+    known = cases.EXACT_CASES[case]()
+    make, tolerance = EXACT[solver]
+    check_method(br.Implicit(make()), known.problem, known.train, known.val, known.expected, tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:Exact needs an invertible")
+@pytest.mark.parametrize("case", cases.EXACT_CASES)
+def test_implicit_with_finite_differences_is_exact(case):
+    known = cases.EXACT_CASES[case]()
+    method = br.Implicit(br.Exact(), br.FiniteDifference())
+    check_method(method, known.problem, known.train, known.val, known.expected, 2e-7)
+
+
+SOLVERS = [
+    br.Identity(),
+    br.Neumann(7, 0.1),
+    br.Neumann(7, 0.4),
+    br.Neumann(7),
+    br.ConjugateGradient(3),
+    br.ConjugateGradient(5, damping=0.1),
+    br.ConjugateGradient(5, damping=1.0),
+    br.ConjugateGradient(5, damping=None),
+    br.Exact(),
+    br.Exact(damping=0.1),
+    br.Exact(damping=1.0),
+]
+SYSTEMS = {
+    "definite": lambda: (lambda c: (c.problem, c.train, c.val))(cases.ridge()),
+    "indefinite": cases.network,
+    "singular": lambda: cases.network(decayed=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the linear solve ended", "ignore:Exact needs an invertible")
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "curvature", [br.Hessian(), br.FiniteDifference(), br.FiniteDifference(1e-5)], ids=repr
+)
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_every_solver_on_every_curvature(solver, curvature, system):
+    """dL_V/dλ = ∂L_V/∂λ − x ∂²L_T/∂w∂λ, with x from the dense curvature and all of it from differences."""
+    problem, train, val = SYSTEMS[system]()
+    weights = {n: w.detach() for n, w in problem.weights.items()}
+    inputs = {n: p.detach() for n, p in problem.hyperparameters.items()}
+    matrix = differences(problem, train, weights, weights)
+    mixed = differences(problem, train, weights, inputs)
+    live = [*problem.weights.values(), *problem.hyperparameters.values()]
+    with problem.undisturbed() as passes:
+        gradients = torch.autograd.grad(passes.val_loss(val), live, allow_unused=True)
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(live, gradients, strict=True)]
+    b = dict(zip(weights, filled, strict=False))
+    direct = torch.cat([g.view(-1) for g in filled[len(weights) :]])
+    x = solver.solve(lambda v: _tree.unflatten(matrix @ _tree.flatten(v), weights), b).x
+    expected = direct - _tree.flatten(x) @ mixed
+    h = br.hypergradient(problem, train, val, br.Implicit(solver, curvature))
+    assert torch.allclose(
+        _tree.flatten(h.total), expected, rtol=1e-5, atol=1e-15 + 1e-6 * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize("case", cases.EXACT_CASES)
+def test_unrolled_tends_to_the_exact_answer(case):
+    known = cases.EXACT_CASES[case]()
+    method = br.Unrolled(steps=400, step_size=0.3)
+    strong = "strong" in case
+    check_method(method, known.problem, known.train, known.val, known.expected, 1e-7 if strong else 1e-2)
+
+
+@pytest.mark.parametrize("step_size", [0.05, 0.3])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize("case", cases.EXACT_CASES)
+def test_unrolled_equals_neumann_at_a_stationary_point(case, steps, step_size):
+    known = cases.EXACT_CASES[case]()
+    unrolled = br.hypergradient(known.problem, known.train, known.val, br.Unrolled(steps, step_size))
+    neumann = br.hypergradient(
+        known.problem, known.train, known.val, br.Implicit(br.Neumann(terms=steps - 1, scale=step_size))
+    )
+    for name in neumann.total:
+        assert torch.allclose(unrolled.total[name], neumann.total[name], rtol=1e-9, atol=1e-12)
+        assert torch.allclose(unrolled.direct[name], neumann.direct[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("last", [None, 3])
+def test_unrolled_equals_differences_of_the_training_map(last):
+    problem, train, val = cases.network()
+    start = {n: w.detach().clone() for n, w in problem.weights.items()}
+
+    def validation_loss_after(steps, weights):
+        weights = dict(weights)
+        for _ in range(steps):
+            with problem.undisturbed() as passes:
+                live = {n: w.requires_grad_() for n, w in weights.items()}
+                gradient = torch.autograd.grad(passes.train_loss(train, live), list(live.values()))
+                weights = {
+                    n: (w - 0.4 * g).detach() for (n, w), g in zip(live.items(), gradient, strict=True)
+                }
+        return weights
+
+    h = br.hypergradient(problem, train, val, br.Unrolled(5, 0.4, last=last))
+    before = validation_loss_after(5 - (last or 5), start)
+    parameter = problem.hyperparameters["log_decay.0.weight"]
+    for index in (0, 7):
+        values = []
+        for shift in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter.view(-1)[index] += shift
+            weights = validation_loss_after(last or 5, before)
+            with problem.undisturbed() as passes:
+                live = {n: w.requires_grad_() for n, w in weights.items()}
+                values.append(float(passes.val_loss(val, live).detach()))
+            with torch.no_grad():
+                parameter.view(-1)[index] -= shift
+        assert h.val_loss == pytest.approx(sum(values) / 2, rel=1e-8)
+        difference = (values[0] - values[1]) / 2e-5
+        assert float(h.total["log_decay.0.weight"].view(-1)[index]) == pytest.approx(
+            difference, rel=1e-5, abs=1e-10
+        )
+
+
+def test_truncated_unrolling_of_all_steps_is_unrolling():
+    problem, train, val = cases.network()
+    full = br.hypergradient(problem, train, val, br.Unrolled(4, 0.3))
+    truncated = br.hypergradient(problem, train, val, br.Unrolled(4, 0.3, last=4))
+    shorter = br.hypergradient(problem, train, val, br.Unrolled(4, 0.3, last=1))
+    assert all(torch.equal(full.total[n], truncated.total[n]) for n in full.total)
+    assert any(not torch.allclose(full.total[n], shorter.total[n]) for n in full.total)
+    assert shorter.val_loss == full.val_loss
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        br.Implicit(),
+        br.Implicit(br.Identity()),
+        br.Implicit(br.Neumann(3)),
+        br.Implicit(br.Neumann(3, 0.1)),
+        br.Implicit(br.ConjugateGradient(3, damping=1.0)),
+        br.Implicit(br.ConjugateGradient(3, damping=None), br.FiniteDifference()),
+        br.Unrolled(3, 0.1),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("hidden", [nn.Identity, lambda: nn.Dropout(0.4), lambda: nn.BatchNorm1d(4)])
+def test_no_method_leaves_a_trace(method, hidden):
+    problem, train, val = cases.network(hidden())
+    problem.model[0].eval()
+    for p in problem.weights.values():
+        p.grad = torch.ones_like(p)
+    check_method(method, problem, train, val)
+
+
+def test_direct_is_the_direct_term():
+    known = cases.ridge()
+    h = br.hypergradient(known.problem, known.train, known.val, br.Direct())
+    full = br.hypergradient(known.problem, known.train, known.val, br.Implicit(br.Exact()))
+    assert all(torch.equal(h.total[n], full.direct[n]) for n in h.total)
+    assert float(full.direct["log_decay"].norm()) > 0.01
+    assert float(full.indirect["log_decay"].norm()) > 0.001
+
+
+def test_the_indirect_term_has_one_minus_sign():
+    # L_T = (w − λ)²/2 and L_V = w: the weight follows λ, so that dL_V/dλ = +1.
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor(2.0))})
+    hyper = nn.ParameterDict({"target": nn.Parameter(torch.tensor(2.0))})
+    problem = br.Problem(
+        model,
+        hyper,
+        lambda m, h, b: (m["w"] - h["target"]).square() / 2,
+        lambda m, h, b: m["w"] + 3 * h["target"],
+    )
+    for method in (br.Implicit(br.Exact()), br.Implicit(br.Identity()), br.Unrolled(1, 1.0), br.Implicit()):
+        h = br.hypergradient(problem, None, None, method)
+        assert float(h.indirect["target"]) == pytest.approx(1.0, abs=1e-3)
+        assert float(h.direct["target"]) == pytest.approx(3.0)
+
+
+def test_backward_adds_into_grad():
+    known = cases.ridge()
+    method = br.Implicit(br.Exact())
+    h = br.backward(known.problem, known.train, known.val, method)
+    for name, p in known.problem.hyperparameters.items():
+        assert torch.equal(p.grad, h.total[name])
+    br.backward(known.problem, known.train, known.val, method)
+    for name, p in known.problem.hyperparameters.items():
+        assert torch.allclose(p.grad, 2 * h.total[name])
+    assert all(w.grad is None for w in known.problem.weights.values())
+
+
+def test_dropout_masks_are_the_same_in_every_pass_and_drawn_from_the_seed():
+    problem, train, val = cases.network(nn.Dropout(0.5))
+    exact = br.Implicit(br.Exact(damping=0.1))
+    differences = br.Implicit(br.Exact(damping=0.1), br.FiniteDifference())
+    by_seed = [br.hypergradient(problem, train, val, exact, seed=s).total for s in (1, 2)]
+    name = "log_decay.0.weight"
+    assert not torch.allclose(by_seed[0][name], by_seed[1][name])
+    again = br.hypergradient(problem, train, val, differences, seed=1).total
+    assert torch.allclose(by_seed[0][name], again[name], rtol=1e-5, atol=1e-9)
+    torch.manual_seed(7)
+    one = br.hypergradient(problem, train, val, exact).total[name]
+    torch.manual_seed(7)
+    assert torch.equal(one, br.hypergradient(problem, train, val, exact).total[name])
+
+
+def test_the_validation_loss_runs_in_eval_mode_unless_as_is():
+    problem, train, val = cases.network(nn.Dropout(0.5))
+    method = br.Implicit(br.Identity())
+    losses = [br.hypergradient(problem, train, val, method, seed=s).val_loss for s in (1, 2)]
+    assert losses[0] == losses[1]
+    as_is = br.Problem(problem.model, problem.hyper, problem.train_loss, problem.val_loss, val_mode="as_is")
+    losses = [br.hypergradient(as_is, train, val, method, seed=s).val_loss for s in (1, 2)]
+    assert losses[0] != losses[1]
+
+
+def test_hypergradient_works_under_no_grad_and_inference_mode():
+    problem, train, val = cases.network()
+    method = br.Implicit(br.Exact(damping=0.1))
+    plain = br.hypergradient(problem, train, val, method)
+    with torch.no_grad():
+        one = br.hypergradient(problem, train, val, method)
+    with torch.inference_mode():
+        other = br.hypergradient(problem, train, val, method)
+    for name in plain.total:
+        assert torch.equal(plain.total[name], one.total[name])
+        assert torch.equal(plain.total[name], other.total[name])
+
+
+# --- memory and warm starts ---------------------------------------------------------------------
+
+
+def test_warm_starts_carry_the_solution_on():
+    problem, train, val = cases.network()
+    method = br.Implicit(br.ConjugateGradient(3, damping=0.5), warm_start=True)
+    exact = br.hypergradient(problem, train, val, br.Implicit(br.Exact(damping=0.5)))
+    errors, reports = [], []
+    for _ in range(8):
+        h = br.hypergradient(problem, train, val, method)
+        errors.append(float(sum((h.total[n] - exact.total[n]).norm() for n in h.total)))
+        reports.append(h.solve)
+    assert not reports[0].warm
+    assert all(report.warm for report in reports[1:])
+    assert errors[-1] < 1e-3 * errors[0]
+
+
+def test_the_first_warm_started_solve_runs_longer():
+    problem, train, val = cases.network()
+    method = br.Implicit(br.ConjugateGradient(1, damping=1.0), warm_start=True)
+    first = br.hypergradient(problem, train, val, method).solve
+    second = br.hypergradient(problem, train, val, method).solve
+    assert first.products > 1
+    assert first.residual <= 0.1
+    assert second.products == 2
+    assert second.steps == 1
+
+
+def test_state_is_kept_by_method_object_forgotten_and_emptied():
+    problem, train, val = cases.network()
+    method = br.Implicit()
+    br.hypergradient(problem, train, val, method)
+    state = problem.state(method)
+    assert state.solution.keys() == problem.weights.keys()
+    assert state.memory["damping"] > 0
+    assert problem.state(br.Implicit()).solution is None
+    problem.forget(method)
+    assert problem.state(method).solution is None
+    br.hypergradient(problem, train, val, method)
+    problem.model.float()
+    assert problem.state(method).solution is None
+
+
+def test_a_failed_call_leaves_the_state_as_it_was():
+    problem, train, val = cases.network()
+    method = br.Implicit()
+    br.hypergradient(problem, train, val, method)
+    state = problem.state(method)
+    with pytest.raises(br.Error):
+        br.hypergradient(problem, (train[0] * float("nan"), train[1]), val, method)
+    assert problem.state(method) is state
+
+
+def test_a_cold_method_keeps_no_solution():
+    problem, train, val = cases.network()
+    method = br.Implicit(br.ConjugateGradient(3, damping=1.0))
+    h = br.hypergradient(problem, train, val, method)
+    again = br.hypergradient(problem, train, val, method)
+    assert not again.solve.warm
+    assert all(torch.equal(h.total[n], again.total[n]) for n in h.total)
+
+
+def test_a_warm_method_made_anew_in_a_loop_is_found_out_once():
+    problem, train, val = cases.network()
+    br.hypergradient(problem, train, val, br.Implicit())
+    with pytest.warns(br.BestResponseWarning, match="Make the method once"):
+        br.hypergradient(problem, train, val, br.Implicit())
+    br.hypergradient(problem, train, val, br.Implicit())
+
+
+def test_repr_prints_the_resolved_method():
+    assert repr(br.Implicit()) == (
+        "Implicit(solver=ConjugateGradient(max_steps=4, tolerance=1e-06, damping=None, diagonal=False), "
+        "curvature=Hessian(), warm_start=True)"
+    )
+    assert not br.Implicit(br.ConjugateGradient()).warm_start
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (br.Neumann(3), r"Implicit\(Neumann"),
+        (br.Hessian(), r"Implicit\(curvature=Hessian"),
+        (br.Implicit, r"Implicit\(\.\.\.\)"),
+        ("neumann", r"Use Implicit\(\)"),
+    ],
+)
+def test_something_else_where_a_method_belongs(method, words):
+    problem, train, val = cases.network()
+    with pytest.raises(br.Error, match=words) as caught:
+        br.hypergradient(problem, train, val, method)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_something_else_where_a_solver_belongs():
+    with pytest.raises(br.Error, match="Implicit.solver must be a solver"):
+        br.Implicit(br.Unrolled(3, 0.1))
+    with pytest.raises(br.Error, match="Implicit.curvature must be a curvature"):
+        br.Implicit(br.Neumann(3), br.Neumann(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: br.Unrolled(0, 0.1), "Unrolled.steps"),
+        (lambda: br.Unrolled(3, 0.0), "Unrolled.step_size"),
+        (lambda: br.Unrolled(3, 0.1, last=4), "Unrolled.last"),
+        (lambda: br.FiniteDifference(step=0.0), "FiniteDifference.step"),
+    ],
+)
+def test_arguments_out_of_range(make, words):
+    with pytest.raises(br.Error, match=words) as caught:
+        make()
+    assert isinstance(caught.value, ValueError)
+
+
+def test_unrolled_refuses_captured_weights():
+    problem, train, val = cases.network()
+    captured = problem.model[0].bias
+    for spoilt in (
+        br.Problem(
+            problem.model,
+            problem.hyper,
+            lambda m, h, b: problem.train_loss(m, h, b) + captured.sum(),
+            problem.val_loss,
+        ),
+        br.Problem(
+            problem.model,
+            problem.hyper,
+            problem.train_loss,
+            lambda m, h, b: problem.val_loss(m, h, b) + captured.sum(),
+        ),
+    ):
+        with pytest.raises(br.Error, match=r"loss must read the weights.*used the original \['0\.bias'\]"):
+            br.hypergradient(spoilt, train, val, br.Unrolled(2, 0.1))
+
+
+@pytest.mark.parametrize("method", [br.Implicit(br.Identity()), br.Unrolled(2, 0.1), br.Direct()], ids=repr)
+def test_hyperparameters_that_reach_no_loss_are_named(method):
+    problem, train, val = cases.network()
+    hyper = nn.ModuleDict(
+        {"decay": problem.hyper, "extra": nn.ParameterDict({"rate": nn.Parameter(torch.zeros(2))})}
+    )
+    spoilt = br.Problem(
+        problem.model, hyper, lambda m, h, b: problem.train_loss(m, h["decay"], b), problem.val_loss
+    )
+    with pytest.raises(br.Error, match=r"extra\.rate.*neither.*Unrolled"):
+        br.hypergradient(spoilt, train, val, method)

@@ -1,0 +1,298 @@
+import math
+import warnings
+
+import pytest
+import torch
+
+import bestresponse as br
+from bestresponse import _tree
+from bestresponse.solvers import Status
+from bestresponse.testing import check_solver, linear_systems
+
+# A scale of Neumann's own is found for each system; a fixed one suits systems of its size only.
+CONVERGENT = [
+    br.Neumann(terms=150),
+    br.ConjugateGradient(max_steps=30, tolerance=1e-12),
+    br.ConjugateGradient(max_steps=30, tolerance=1e-10),
+    br.ConjugateGradient(max_steps=30, tolerance=1e-12, damping=0.1),
+    br.ConjugateGradient(max_steps=30, tolerance=1e-12, damping=2.0),
+    br.ConjugateGradient(max_steps=30, tolerance=1e-12, damping=None),
+    br.Exact(),
+    br.Exact(damping=0.1),
+    br.Exact(damping=2.0),
+]
+
+SYSTEMS = {system.name: system for system in linear_systems()}
+
+
+@pytest.mark.filterwarnings("ignore:Exact needs an invertible")
+@pytest.mark.parametrize("solver", CONVERGENT, ids=repr)
+def test_solver_against_the_dense_answer(solver):
+    check_solver(solver)
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.4])
+@pytest.mark.parametrize("terms", [0, 1, 7])
+def test_neumann_is_the_scaled_truncated_series(terms, scale):
+    system = SYSTEMS["definite"]
+    solution = br.Neumann(terms=terms, scale=scale).solve(system.product, system.tree)
+    step = torch.eye(9) - scale * system.matrix
+    expected = scale * sum(torch.linalg.matrix_power(step, j) @ system.b for j in range(terms + 1))
+    assert torch.allclose(_tree.flatten(solution.x), expected, rtol=1e-13, atol=0)
+    assert solution.report.products == terms
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.4])
+def test_neumann_with_a_fixed_scale_converges_to_the_inverse(scale):
+    system = SYSTEMS["definite"]
+    x = br.Neumann(terms=1000, scale=scale).solve(system.product, system.tree).x
+    assert torch.allclose(_tree.flatten(x), torch.linalg.solve(system.matrix, system.b))
+
+
+def test_neumann_says_when_a_fixed_scale_is_too_large():
+    system = SYSTEMS["definite, large"]
+    solution = br.Neumann(terms=50, scale=1.0).solve(system.product, system.tree)
+    assert solution.report.status is Status.DIVERGED
+    assert solution.report.products < 5
+    assert system.residual(solution.x) <= 1.0
+
+
+def test_neumann_slow_divergence_keeps_the_best_iterate():
+    # 1.05 of the largest scale: the other directions shrink first, and one grows later.
+    system = SYSTEMS["definite"]
+    solver = br.Neumann(terms=400, scale=1.05)
+    solution = solver.solve(system.product, system.tree)
+    assert solution.report.status is Status.DIVERGED
+    residuals = [system.residual(br.Neumann(k, 1.05).solve(system.product, system.tree).x) for k in range(40)]
+    assert system.residual(solution.x) == pytest.approx(min(residuals), rel=1e-9)
+    assert solution.report.residual == pytest.approx(min(residuals), rel=1e-9)
+
+
+def test_neumann_tells_negative_curvature_from_a_large_scale():
+    system = SYSTEMS["negative definite"]
+    for solver in (br.Neumann(terms=50, scale=0.3), br.Neumann(terms=50)):
+        report = solver.solve(system.product, system.tree).report
+        assert report.status is Status.NEGATIVE_CURVATURE
+
+
+def test_neumann_lowers_a_scale_that_the_estimate_missed():
+    # The right-hand side hides the largest eigenvalue from the first estimate but for rounding.
+    values = torch.cat([torch.linspace(0.5, 1.0, 8), torch.tensor([1e6])])
+    system = SYSTEMS["definite"]
+    b = system.unflatten(torch.tensor([1.0] * 8 + [1e-56]))
+
+    def product(v):
+        return system.unflatten(values * _tree.flatten(v))
+
+    solution = br.Neumann(terms=40).solve(product, b)
+    assert not solution.report.status.failed
+    assert "lowered" in solution.report.detail
+    assert solution.report.scale < 2e-6
+
+
+def test_neumann_refreshes_its_scale_at_two_products():
+    small, large = SYSTEMS["definite"], SYSTEMS["definite, large"]
+    solver = br.Neumann(terms=3)
+    first = solver.solve(small.product, small.tree)
+    assert first.report.products == 3 + 8
+    second = solver.solve(small.product, small.tree, memory=first.memory)
+    assert second.report.products == 3 + 2
+    grown = solver.solve(large.product, large.tree, memory=second.memory)
+    assert grown.report.scale < 2 / 600
+    assert not grown.report.status.failed
+
+
+def test_identity_returns_the_right_hand_side():
+    system = SYSTEMS["definite"]
+    solution = br.Identity().solve(system.product, system.tree)
+    assert torch.allclose(_tree.flatten(solution.x), system.b, rtol=1e-15)
+    assert solution.report.products == 0
+
+
+def test_conjugate_gradient_returns_the_last_iterate():
+    system = SYSTEMS["a multiple of the identity"]
+    solution = br.ConjugateGradient(max_steps=1).solve(system.product, system.tree)
+    assert torch.allclose(_tree.flatten(solution.x), system.b / 2)
+    assert solution.report.status is Status.CONVERGED
+
+
+def test_conjugate_gradient_minimises_over_the_krylov_space():
+    system = SYSTEMS["definite"]
+    for steps in range(1, 7):
+        x = br.ConjugateGradient(steps, tolerance=0.0).solve(system.product, system.tree).x
+        vectors = [system.b]
+        for _ in range(steps - 1):
+            vectors.append(system.matrix @ vectors[-1])
+        basis, _ = torch.linalg.qr(torch.stack(vectors, dim=1))
+        inner = torch.linalg.solve(basis.T @ system.matrix @ basis, basis.T @ system.b)
+        assert torch.allclose(_tree.flatten(x), basis @ inner)
+
+
+def test_conjugate_gradient_stops_on_a_relative_residual():
+    system = SYSTEMS["definite, small"]
+    for tolerance in (1e-1, 1e-4):
+        solution = br.ConjugateGradient(20, tolerance=tolerance).solve(system.product, system.tree)
+        assert solution.report.status is Status.CONVERGED
+        assert system.residual(solution.x) <= tolerance
+        assert solution.report.steps < 9
+
+
+def test_conjugate_gradient_tolerance_of_a_warm_start_is_relative_to_b():
+    system = SYSTEMS["definite"]
+    near = br.ConjugateGradient(3).solve(system.product, system.tree).x
+    solution = br.ConjugateGradient(20, tolerance=1e-3).solve(system.product, system.tree, start=near)
+    assert solution.report.warm
+    assert system.residual(solution.x) <= 1e-3
+    assert solution.report.steps < 6
+    assert solution.report.residual == pytest.approx(system.residual(solution.x), rel=1e-6)
+
+
+def test_conjugate_gradient_recomputes_the_true_residual():
+    generator = torch.Generator().manual_seed(1)
+    basis, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator))
+    matrix = basis @ torch.diag(torch.logspace(-6, 0, 60)) @ basis.T
+    b = {"w": torch.randn(60, generator=generator)}
+    report = br.ConjugateGradient(25, tolerance=0.0).solve(lambda v: {"w": matrix @ v["w"]}, b).report
+    assert report.steps == 25
+    assert report.products == 27
+
+
+@pytest.mark.parametrize("name", ["indefinite", "negative definite", "zero"])
+def test_conjugate_gradient_stops_at_negative_or_zero_curvature(name):
+    system = SYSTEMS[name]
+    solution = br.ConjugateGradient(20).solve(system.product, system.tree)
+    assert solution.report.status is Status.NEGATIVE_CURVATURE
+    assert system.residual(solution.x) <= 1.0 + 1e-12
+    assert solution.report.curvature[0] <= 0.0
+
+
+def test_conjugate_gradient_best_iterate_is_the_best_of_all():
+    system = SYSTEMS["indefinite"]
+    solution = br.ConjugateGradient(20).solve(system.product, system.tree)
+    steps = solution.report.steps
+    earlier = [
+        system.residual(br.ConjugateGradient(k, 0.0).solve(system.product, system.tree).x)
+        for k in range(1, steps + 1)
+    ]
+    assert solution.report.residual == pytest.approx(min([1.0, *earlier]), rel=1e-9)
+    assert system.residual(solution.x) == pytest.approx(solution.report.residual, rel=1e-9)
+
+
+def test_chosen_damping_is_raised_at_negative_curvature_and_kept():
+    system = SYSTEMS["indefinite"]
+    solver = br.ConjugateGradient(20, damping=None)
+    solution = solver.solve(system.product, system.tree)
+    assert solution.report.status is Status.CONVERGED
+    assert solution.report.damping > 1.0
+    assert "raised" in solution.report.detail
+    assert system.residual(solution.x, solution.report.damping) <= 1e-6
+    later = solver.solve(system.product, system.tree, memory=solution.memory)
+    assert later.report.damping > 0.1
+
+
+def test_diagonal_preconditioner_solves_a_diagonal_system_in_few_steps():
+    values = torch.logspace(-6, 2, 9)
+    system = SYSTEMS["definite"]
+
+    def product(v):
+        return system.unflatten(values * _tree.flatten(v))
+
+    diagonal = system.unflatten(values)
+    plain = br.ConjugateGradient(6, diagonal=True).solve(product, system.tree)
+    helped = br.ConjugateGradient(6, diagonal=True, damping=1e-6).solve(
+        product, system.tree, diagonal=diagonal
+    )
+    assert plain.report.residual > 1e-2
+    assert helped.report.residual < 1e-6
+
+
+def test_exact_gives_the_least_squares_solution_and_names_the_rank():
+    system = SYSTEMS["singular"]
+    with pytest.warns(br.BestResponseWarning, match="rank 7 of 9"):
+        solution = br.Exact().solve(system.product, system.tree)
+    expected = torch.linalg.pinv(system.matrix, hermitian=True) @ system.b
+    assert torch.allclose(_tree.flatten(solution.x), expected)
+
+
+def test_exact_solves_indefinite_systems():
+    system = SYSTEMS["indefinite"]
+    solution = br.Exact().solve(system.product, system.tree)
+    assert torch.allclose(_tree.flatten(solution.x), torch.linalg.solve(system.matrix, system.b))
+
+
+def test_exact_refuses_large_systems():
+    system = SYSTEMS["definite"]
+    with pytest.raises(br.Error, match="at most limit=5 weights; got 9"):
+        br.Exact(limit=5).solve(system.product, system.tree)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [br.Neumann(5), br.Neumann(5, 0.1), br.ConjugateGradient(5), br.ConjugateGradient(5, damping=None)],
+)
+def test_products_that_are_not_finite_are_a_status(solver):
+    system = SYSTEMS["definite"]
+    calls = 0
+
+    def product(v):
+        nonlocal calls
+        calls += 1
+        return _tree.scale(system.product(v), math.nan if calls > 2 else 1.0)
+
+    solution = solver.solve(product, system.tree)
+    assert solution.report.status is Status.NOT_FINITE or "lowered" in solution.report.detail
+    assert not _tree.not_finite(solution.x)
+
+
+@pytest.mark.parametrize("solver", [br.Neumann(3), br.ConjugateGradient(3), br.Identity(), br.Exact()])
+def test_float32_right_hand_sides_whose_squares_underflow(solver):
+    matrix = torch.diag(torch.linspace(0.5, 2.0, 9, dtype=torch.float32))
+    for factor in (1e-30, 1e30):
+        b = {"w": torch.full((9,), factor, dtype=torch.float32)}
+        x = solver.solve(lambda v: {"w": matrix @ v["w"]}, b).x["w"]
+        assert x.isfinite().all()
+        assert float(x.abs().min()) > 0.1 * factor
+
+
+def test_a_bad_right_hand_side_is_named():
+    system = SYSTEMS["definite"]
+    b = system.tree
+    b["second"][0] = math.nan
+    with pytest.raises(br.Error, match="second"):
+        br.ConjugateGradient().solve(system.product, b)
+
+
+def test_products_of_another_layout_are_refused():
+    system = SYSTEMS["definite"]
+    with pytest.raises(br.Error, match="must have the names, shapes"):
+        br.ConjugateGradient().solve(lambda v: {"first": v["first"]}, system.tree)
+    with pytest.raises(br.Error, match=r"must have the names, shapes.*float32"):
+        br.Neumann(2).solve(lambda v: {k: x.float() for k, x in v.items()}, system.tree)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: br.Neumann(terms=-1), "Neumann.terms"),
+        (lambda: br.Neumann(terms=2.5), "Neumann.terms"),
+        (lambda: br.Neumann(scale=0.0), "Neumann.scale"),
+        (lambda: br.Neumann(scale=math.nan), "Neumann.scale"),
+        (lambda: br.Neumann(scale="auto"), "Neumann.scale"),
+        (lambda: br.ConjugateGradient(max_steps=0), "ConjugateGradient.max_steps"),
+        (lambda: br.ConjugateGradient(tolerance=-1.0), "ConjugateGradient.tolerance"),
+        (lambda: br.ConjugateGradient(damping=-1.0), "ConjugateGradient.damping"),
+        (lambda: br.ConjugateGradient(damping=math.nan), "ConjugateGradient.damping"),
+        (lambda: br.Exact(damping=-1.0), "Exact.damping"),
+    ],
+)
+def test_arguments_out_of_range(make, name):
+    with pytest.raises(br.Error, match=name):
+        make()
+
+
+def test_no_warning_on_systems_that_are_solved():
+    system = SYSTEMS["definite"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for solver in CONVERGENT:
+            solver.solve(system.product, system.tree)

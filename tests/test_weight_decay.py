@@ -1,0 +1,137 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import bestresponse as br
+from bestresponse.hyperparameters import WeightDecay
+
+
+def model():
+    return nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+
+
+@pytest.mark.parametrize("power", [1, 2, 3.5])
+@pytest.mark.parametrize("per", ["global", "tensor", "weight"])
+def test_value_and_diagonal(per, power):
+    net = model()
+    decay = WeightDecay(net, per, power, initial=0.2)
+    value = decay(net)
+    expected = sum(0.2 * w.abs().pow(power).sum() for w in net.parameters()) / power
+    assert torch.allclose(value, expected)
+    weights = dict(net.named_parameters())
+    (gradient,) = torch.autograd.grad(decay(net), weights["0.weight"], create_graph=True)
+    (diagonal,) = torch.autograd.grad(gradient.sum(), weights["0.weight"])
+    assert torch.allclose(decay.curvature_diagonal(net)["0.weight"], diagonal, atol=1e-12)
+    assert decay.curvature_diagonal(net).keys() == weights.keys()
+
+
+def test_a_decay_is_what_torch_calls_weight_decay():
+    net = model()
+    decay = WeightDecay(net, "global", initial=0.3)
+    decay(net).backward(inputs=list(net.parameters()))
+    assert torch.allclose(net[0].weight.grad, 0.3 * net[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("per", "shapes"),
+    [
+        ("global", {"log_decay": ()}),
+        (
+            "tensor",
+            {
+                "log_decay.0.weight": (),
+                "log_decay.0.bias": (),
+                "log_decay.1.weight": (),
+                "log_decay.1.bias": (),
+            },
+        ),
+        (
+            "weight",
+            {
+                "log_decay.0.weight": (2, 3),
+                "log_decay.0.bias": (2,),
+                "log_decay.1.weight": (2,),
+                "log_decay.1.bias": (2,),
+            },
+        ),
+    ],
+)
+def test_rates_are_named_as_the_weights(per, shapes):
+    decay = WeightDecay(model(), per)
+    assert {n: tuple(p.shape) for n, p in decay.named_parameters()} == shapes
+
+
+def test_exclude():
+    net = model()
+    decay = WeightDecay(net, exclude=["*.bias", "1.*"])
+    assert decay.names == ["0.weight"]
+    assert WeightDecay(net, exclude="*.bias").names == ["0.weight", "1.weight"]
+    assert float(decay(net).detach()) == pytest.approx(
+        float(math.exp(-8) * net[0].weight.detach().square().sum() / 2)
+    )
+
+
+def test_bounds_and_values():
+    decay = WeightDecay(model(), minimum=1e-3, maximum=2.0, initial=0.1)
+    with torch.no_grad():
+        decay.log_decay.get_parameter("0.weight").add_(100)
+        decay.log_decay.get_parameter("0.bias").sub_(100)
+    decay.project_()
+    values = decay.values()
+    assert torch.allclose(values["0.weight"], torch.tensor(2.0))
+    assert torch.allclose(values["0.bias"], torch.tensor(1e-3))
+    assert torch.allclose(values["1.bias"], torch.tensor(0.1))
+    assert list(WeightDecay(model(), "global").values()) == ["all"]
+
+
+def test_it_never_holds_the_model_and_copies_and_loads():
+    net = model()
+    decay = WeightDecay(net)
+    assert sum(p.numel() for p in decay.parameters()) == 12
+    assert list(decay.modules())[0] is decay
+    assert not any(isinstance(m, nn.Linear) for m in decay.modules())
+    other = WeightDecay(net, initial=0.5)
+    other.load_state_dict(decay.state_dict())
+    assert torch.equal(other(net), decay(net))
+
+
+def test_it_may_be_a_submodule_of_the_model():
+    net = model()
+    decay = WeightDecay(net, initial=0.1)
+    net.decay = decay
+    problem = br.Problem(
+        net, decay, lambda m, h, b: m[:2](b).square().mean() + h(m), lambda m, h, b: m[:2](b).mean()
+    )
+    h = br.hypergradient(problem, torch.randn(4, 3), torch.randn(4, 3), br.Implicit())
+    assert h.total.keys() == dict(decay.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"per": "layer"}, "per must be"),
+        ({"power": 0.5}, "power must be"),
+        ({"initial": 0.0}, "minimum ≤ initial ≤ maximum"),
+        ({"initial": 100.0}, "minimum ≤ initial ≤ maximum"),
+        ({"minimum": 0.0}, "0 < minimum"),
+        ({"exclude": ["*.bais"]}, r"'\*\.bais' matches none of"),
+        ({"exclude": ["*"]}, "leaves none"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(br.Error, match=words):
+        WeightDecay(model(), **arguments)
+
+
+def test_another_model_is_refused():
+    decay = WeightDecay(model())
+    with pytest.raises(br.Error, match=r"needs the weight '0\.weight'"):
+        decay(nn.Linear(3, 2))
+    with pytest.raises(br.Error, match=r"shape \[2, 3\] for '0\.weight'.*\[5, 3\]"):
+        decay(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(2)))
+    with pytest.raises(br.Error, match=r"must be on the model's device, meta.*decay.to\('meta'\)"):
+        decay(model().to("meta"))
+    with pytest.raises(br.Error, match="must be a module"):
+        WeightDecay([torch.zeros(3)])
