@@ -6,6 +6,7 @@ from torch import nn
 
 import bestresponse as br
 from bestresponse.hyperparameters import WeightDecay
+from bestresponse.hyperparameters.weight_decay import penalty
 
 
 def model():
@@ -25,6 +26,30 @@ def test_value_and_diagonal(per, power):
     (diagonal,) = torch.autograd.grad(gradient.sum(), weights["0.weight"])
     assert torch.allclose(decay.curvature_diagonal(net)["0.weight"], diagonal, atol=1e-12)
     assert decay.curvature_diagonal(net).keys() == weights.keys()
+
+
+@pytest.mark.parametrize("power", [1, 2, 3.5])
+@pytest.mark.parametrize("shape", [(), (4, 3)])
+def test_both_orders_of_the_penalty_equal_those_of_plain_operations(shape, power):
+    w = torch.randn(4, 3, requires_grad=True)
+    rate = torch.randn(shape, requires_grad=True)
+    factor = torch.tensor(1.7, requires_grad=True)
+
+    def plain(w, rate):
+        return (rate.exp() * w.abs().pow(power)).sum() / power
+
+    results = []
+    for function in (lambda w, rate: penalty(w, rate, power), plain):
+        value = function(2 * w, rate) * factor
+        gradient = torch.autograd.grad(value, [w, rate, factor], create_graph=True)
+        combined = sum((g * torch.linspace(-1, 1, g.numel()).view(g.shape)).sum() for g in gradient)
+        second = torch.autograd.grad(combined, [w, rate, factor])
+        results.append([value, *gradient, *second])
+    assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
+    (of_w,) = torch.autograd.grad(penalty(w, rate, power), w)
+    (of_rate,) = torch.autograd.grad(penalty(w, rate, power), rate)
+    assert torch.allclose(of_w, torch.autograd.grad(plain(w, rate), w)[0])
+    assert torch.allclose(of_rate, torch.autograd.grad(plain(w, rate), rate)[0])
 
 
 def test_a_decay_is_what_torch_calls_weight_decay():

@@ -183,7 +183,10 @@ class Implicit(Method):
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch)
         system = self.curvature.linearise(passes, train_batch)
         refuse_unreached(problem, direct, system.reached)
-        solution = self._solve(problem, system, {n: val_gradient[n] for n in system.names})
+        b = {n: val_gradient[n] for n in system.names}
+        del val_gradient
+        solution = self._solve(problem, system, b)
+        del b
         indirect = {n: None if x is None else -x for n, x in system.mixed(solution.x).items()}
         result = combine(problem, val_loss, direct, indirect, solution.report)
         problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))

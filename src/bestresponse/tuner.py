@@ -194,6 +194,8 @@ class Tuner:
         if self.clip_weights is not None:
             nn.utils.clip_grad_norm_(weights, self.clip_weights)
         optimizer.step()
+        # A gradient that is kept to the next step would lie beside the hypergradient's own vectors.
+        optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     def _move_hyperparameters(
@@ -214,6 +216,7 @@ class Tuner:
             self.hyper_optimizer.zero_grad(set_to_none=True)
             accumulate(self.problem, result)
             self.hyper_optimizer.step()
+            self.hyper_optimizer.zero_grad(set_to_none=True)
             self._project()
         self.hyper_step = number
         row = self._row(train_loss, result, stepped)

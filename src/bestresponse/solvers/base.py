@@ -87,12 +87,18 @@ class Solution:
 class System:
     """A x = b with ‖b‖ = 1, as a solver's own iteration sees it.
 
-    ``target`` turns a tolerance relative to the right-hand side that the caller gave into one
-    relative to this ``b``, which is the first residual where the solve starts warm.
+    Attributes:
+        A: the product, which counts its calls.
+        b: the right-hand side; it is the solver's to overwrite.
+        residual: x ↦ b − (A + δI) x, computed anew from what the caller gave, at one product.
+        target: turns a tolerance relative to the caller's right-hand side into one relative to this
+            ``b``, which is the first residual where the solve starts warm.
+        diagonal, memory: as given to `Solver.solve`.
     """
 
     A: Product
     b: Tree
+    residual: Callable[[Tree, float], Tree]
     target: float
     diagonal: Tree | None
     memory: Mapping[str, Any]
@@ -166,37 +172,42 @@ class Solver(ABC):
             return Solution(_tree.zeros_like(b), Report(Status.CONVERGED, 0, 0, 0.0), dict(memory or {}))
         counted = Counted(A)
         memory = dict(memory or {})
-        remaining, ratio = _tree.scale(b, 1.0 / size), 1.0
+        remaining, ratio = None, 1.0
         if start is not None:
-            start, remaining, ratio = self._begin(counted, remaining, size, start, memory)
-        if ratio == 0.0 and start is not None:
-            report = Report(Status.CONVERGED, counted.products, 0, 0.0, warm=True)
-            return Solution(_tree.copy(start), report, memory)
-        system = System(counted, remaining, 1.0 / ratio, diagonal, memory)
-        solution = self.iterate(system)
-        x = _tree.scale(solution.x, size * ratio)
+            remaining = _tree.add_(self._product(counted, start, memory), b)
+            ratio = _tree.norm(remaining) / size
+            if ratio == 0.0:
+                report = Report(Status.CONVERGED, counted.products, 0, 0.0, warm=True)
+                return Solution(_tree.copy(start), report, memory)
+            if not ratio < 1.0:
+                start, remaining, ratio = None, None, 1.0
+        scale = size * ratio
+        unit = _tree.scale(b, 1.0 / scale) if remaining is None else _tree.scale_(remaining, 1.0 / scale)
+
+        def residual(x: Tree, damping: float) -> Tree:
+            whole = x if start is None else _tree.add(x, start, 1.0 / scale)
+            left = add_damping(counted(whole), whole, damping)
+            return _tree.add(_tree.scale(b, 1.0 / scale), left, -1.0)
+
+        solution = self.iterate(System(counted, unit, residual, 1.0 / ratio, diagonal, memory))
+        del unit
+        x = _tree.scale_(solution.x, scale)
         if start is not None:
             x = _tree.add_(x, start)
-        residual = solution.report.residual
+        known = solution.report.residual
         report = replace(
             solution.report,
             products=counted.products,
             warm=start is not None,
-            residual=None if residual is None else residual * ratio,
+            residual=None if known is None else known * ratio,
         )
         return Solution(x, report, solution.memory)
 
-    def _begin(
-        self, A: Product, unit: Tree, size: float, start: Tree, memory: Mapping[str, Any]
-    ) -> tuple[Tree | None, Tree, float]:
-        """The start if it is kept, the unit right-hand side of what remains, and the share that remains."""
-        residual = _tree.add(unit, add_damping(A(start), start, self.shift(memory)), -1.0 / size)
-        remaining = _tree.norm(residual)
-        if not remaining < 1.0:
-            return None, unit, 1.0
-        if remaining == 0.0:
-            return start, residual, 0.0
-        return start, _tree.scale_(residual, 1.0 / remaining), remaining
+    def _product(self, A: Product, start: Tree, memory: Mapping[str, Any]) -> Tree:
+        """−(A + δI) start, in memory of its own."""
+        product = _tree.scale(A(start), -1.0)
+        damping = self.shift(memory)
+        return _tree.add_(product, start, -damping) if damping else product
 
     def shift(self, memory: Mapping[str, Any]) -> float:
         """The damping δ of the system (A + δI) x = b that `iterate` solves."""
@@ -204,7 +215,7 @@ class Solver(ABC):
 
     @abstractmethod
     def iterate(self, system: System) -> Solution:
-        """Solve ``system``, whose right-hand side has norm one, from zero."""
+        """Solve ``system``, whose right-hand side has norm one, from zero, into a tree of one's own."""
 
     def opening(self) -> "Solver":
         """The solver for the first solve of a run of warm-started ones, which has nothing to start from."""

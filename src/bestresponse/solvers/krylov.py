@@ -9,7 +9,7 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import Product, Report, Solution, Solver, Status, System, add_damping, require, require_number
+from .base import Product, Report, Solution, Solver, Status, System, require, require_number
 
 _CHECK_EVERY = 10
 _FIRST_DAMPING = 1e-4
@@ -90,6 +90,7 @@ class ConjugateGradient(Solver):
         precondition = _preconditioner(system.diagonal if self.diagonal else None, damping)
         z = precondition(run.r)
         p, rz = _tree.copy(z), _tree.dot(run.r, z)
+        del z
         converged = self.tolerance * system.target
         while run.residual > converged and run.step < self.max_steps:
             product = system.A(p)
@@ -102,15 +103,15 @@ class ConjugateGradient(Solver):
             step = rz / curvature
             run.advance(p, step)
             if run.step % _CHECK_EVERY == 0 and run.step < self.max_steps:
-                fitted = add_damping(system.A(run.x), run.x, damping)
-                run.r = _tree.add(system.b, fitted, -1.0)
+                run.r = system.residual(run.x, damping)
             else:
                 _tree.add_(_tree.add_(run.r, product, -step), p, -step * damping)
             if not run.measure(p, step):
                 break
+            del product
             z = precondition(run.r)
             rz, previous = _tree.dot(run.r, z), rz
-            p = _tree.add(z, p, rz / previous)
+            p = _tree.add_(_tree.scale_(p, rz / previous), z)
         return self._finish(run, converged, damping or 0.0)
 
     def _chooses_now(self, system: System) -> bool:
@@ -133,10 +134,10 @@ class ConjugateGradient(Solver):
 
 
 class _Run:
-    """The iterate, its residual, and the best of them; what was met on the way."""
+    """The iterate, its residual (in the place of b), and the best of them; what was met on the way."""
 
     def __init__(self, b: Tree) -> None:
-        self.x, self.r = _tree.zeros_like(b), _tree.copy(b)
+        self.x, self.r = _tree.zeros_like(b), b
         self.step = 0
         self.residual = self.smallest = 1.0
         self.lowest, self.highest = math.inf, -math.inf
