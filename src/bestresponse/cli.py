@@ -52,7 +52,7 @@ def _run(words: list[str]) -> int:
             config, run = experiments[name]
             run(tyro.cli(config, prog=f"bestresponse reproduce {name}", args=rest))
         case ["plot", *rest]:
-            plot = tyro.cli(tyro.conf.OmitSubcommandPrefixes[Plot], prog="bestresponse plot", args=rest)
+            plot = tyro.cli(tyro.conf.PositionalRequiredArgs[Plot], prog="bestresponse plot", args=rest)
             print("\n".join(str(path) for path in plots.draw(plot.folder)))
         case [] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
             print(usage)

@@ -84,7 +84,10 @@ class Overfit:
 
 
 def run(config: Overfit) -> Path:
-    """Run the experiment and return its folder."""
+    """Run the experiment and return its folder.
+
+    An interrupt ends it early with every file whole, and is then passed on.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     device = torch.device(config.device)
@@ -127,6 +130,8 @@ def run(config: Overfit) -> Path:
 
         plots.draw(record.folder)
     record.finish(headline, [row], config.seed, interrupted=interrupted, hyper_steps=tuner.hyper_step)
+    if interrupted:
+        raise KeyboardInterrupt
     return record.folder
 
 

@@ -1,0 +1,164 @@
+"""What a hypergradient costs: time and peak memory against the number of products K.
+
+The unit is one plain training gradient of the same model and batch, timed in the same run.
+
+    python benchmarks/cost.py --threads 2
+
+prints one table, and writes cost.json and cost.png into --out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bestresponse as br
+from bestresponse.experiments.runs import table, versions
+
+PRODUCTS = (0, 1, 3, 10, 20)
+
+
+def multilayer() -> tuple[nn.Module, Tensor]:
+    """A multilayer perceptron 784-512-512-10 and a batch of 256."""
+    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return model, torch.randn(256, 784)
+
+
+def convolutional() -> tuple[nn.Module, Tensor]:
+    """A convolutional network with batch norm in eval mode, 3×32×32 images and a batch of 128."""
+    layers: list[nn.Module] = []
+    for inside, outside in ((3, 32), (32, 64), (64, 128)):
+        layers += [
+            nn.Conv2d(inside, outside, 3, padding=1),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 16, 10))
+    return model.eval(), torch.randn(128, 3, 32, 32)
+
+
+CASES = {"MLP": multilayer, "CNN": convolutional}
+
+
+def make(name: str) -> tuple[br.Problem, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model, x = CASES[name]()
+    decay = br.hyperparameters.WeightDecay(model)
+
+    def train_loss(model: nn.Module, decay: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) + decay(model)
+
+    def val_loss(model: nn.Module, decay: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    batch = (x, torch.randint(10, (len(x),)))
+    return br.Problem(model, decay, train_loss, val_loss), batch
+
+
+def training_gradient(problem: br.Problem, batch: tuple[Tensor, Tensor]) -> None:
+    loss = problem.train_loss(problem.model, problem.hyper, batch)
+    torch.autograd.grad(loss, list(problem.weights.values()))
+
+
+def measure(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each piece of work, all of them in turn in every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for round_ in range(repeats + 1):
+        for name, function in work.items():
+            start = time.perf_counter()
+            function()
+            if round_:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most tensor memory alive at once above what was alive before, counted from every allocation."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def method(products: int) -> br.Implicit:
+    """K products in one hypergradient; the scale is small enough for any network of these cases."""
+    return br.Implicit(br.Identity() if products == 0 else br.Neumann(products, scale=1e-3))
+
+
+def rows_of(name: str, repeats: int) -> list[dict[str, object]]:
+    problem, batch = make(name)
+    work: dict[str, Callable[[], object]] = {"gradient": lambda: training_gradient(problem, batch)}
+    for products in PRODUCTS:
+        work[str(products)] = partial(br.hypergradient, problem, batch, batch, method(products))
+    seconds = measure(work, repeats)
+    unit = seconds["gradient"]
+    unit_bytes = peak_bytes(work["gradient"])
+    assert all(w.grad is None for w in problem.weights.values())
+    slope = (seconds[str(PRODUCTS[-1])] - seconds[str(PRODUCTS[1])]) / (PRODUCTS[-1] - PRODUCTS[1]) / unit
+    return [
+        {
+            "case": name,
+            "K": products,
+            "time / gradient": seconds[str(products)] / unit,
+            "memory / gradient": peak_bytes(work[str(products)]) / unit_bytes,
+            "time a product": slope,
+            "gradient [ms]": 1e3 * unit,
+            "gradient [MiB]": unit_bytes / 2**20,
+        }
+        for products in PRODUCTS
+    ]
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    figure, panels = plt.subplots(1, 2, figsize=(8.0, 3.4), layout="constrained")
+    for name in CASES:
+        of_case = [row for row in rows if row["case"] == name]
+        for axes, key in zip(panels, ("time / gradient", "memory / gradient"), strict=True):
+            axes.plot([row["K"] for row in of_case], [row[key] for row in of_case], "o-", label=name)
+            axes.set_xlabel("products with the Hessian, K")
+            axes.set_ylabel(f"{key.split(' / ')[0]} [training gradients]")
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.25)
+    panels[0].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2, help="processor threads for torch")
+    parser.add_argument("--repeats", type=int, default=7, help="counted rounds; the median is reported")
+    parser.add_argument("--out", type=Path, default=Path("runs/cost"), help="folder to write to")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = [row for name in CASES for row in rows_of(name, options.repeats)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = {"rows": rows, "versions": versions(), "repeats": options.repeats}
+    (options.out / "cost.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(rows, options.out / "cost.png")
+    print(table(rows))
+    print(f"\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

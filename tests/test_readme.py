@@ -1,0 +1,26 @@
+"""The README's own code and commands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_python_of_the_readme_runs_and_tunes(capsys):
+    torch.set_default_dtype(torch.float32)
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    history = names["tuner"].history
+    assert history[-1]["val_loss"] < history[0]["val_loss"]
+    assert "Hypergradient(norm=" in capsys.readouterr().out
+
+
+def test_the_links_of_the_readme_exist():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8")):
+        assert (README.parent / target).exists(), target
