@@ -12,7 +12,7 @@ SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
     ["errors", "_tree", "_graph"],
-    ["problem", "solvers", "hyperparameters"],
+    ["passes", "problem", "solvers", "hyperparameters"],
     ["curvature"],
     ["implicit", "unrolled"],
     ["callbacks", "tuner"],
@@ -80,4 +80,4 @@ def test_public_names_are_few_and_documented():
 def test_files_are_short():
     for path in FILES:
         lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= 420, f"{path.name} has {lines} lines"
+        assert lines <= 380, f"{path.name} has {lines} lines"

@@ -15,7 +15,8 @@ from torch import Tensor
 from . import _graph, _tree
 from ._tree import Tree
 from .errors import ArgumentError, EvaluationError
-from .problem import Passes, Problem
+from .passes import Passes
+from .problem import Problem
 
 _KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu")
 

@@ -12,7 +12,8 @@ from . import _graph, _tree
 from ._tree import Tree
 from .curvature import Curvature, Hessian, Linearisation
 from .errors import ArgumentTypeError, EvaluationError
-from .problem import MethodState, Passes, Problem
+from .passes import Passes
+from .problem import MethodState, Problem
 from .solvers import ConjugateGradient, Report, Solution, Solver
 
 

@@ -25,7 +25,8 @@ from .implicit import (
     failure,
     hypergradient,
 )
-from .problem import Problem, checked_loss
+from .passes import checked_loss
+from .problem import Problem
 
 WeightStep = Callable[[Problem, Any], None]
 Callback = Callable[["Tuner"], None]

@@ -9,7 +9,7 @@ from . import _graph, _tree
 from ._tree import Tree
 from .errors import ArgumentError
 from .implicit import Hypergradient, Method, combine, refuse_unreached, validation_gradient
-from .problem import Passes
+from .passes import Passes
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,189 @@
+"""Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from . import _graph
+from ._tree import Tree
+from .errors import EvaluationError
+
+if TYPE_CHECKING:
+    from .problem import Problem
+
+Loss = Callable[[Any, Any, Any], Tensor]
+
+
+class Passes:
+    """Runs a problem's losses so that nothing of it is left behind.
+
+    Buffers, training modes and the random state of every device are put back at the end, also after
+    an error. Each pass starts from the same buffers and the same random state, so that all of them see
+    the same dropout masks; with a seed, from an independent draw.
+    """
+
+    def __init__(self, problem: "Problem", seed: int | None = None) -> None:
+        self.problem = problem
+        self._seed = seed
+        self._modules = list(
+            {id(m): m for m in (*problem.model.modules(), *problem.hyper.modules())}.values()
+        )
+        self._losses = _Losses(problem.model, problem.hyper)
+
+    def __enter__(self) -> Self:
+        self._buffers = [dict(m._buffers) for m in self._modules]
+        self._training = [m.training for m in self._modules]
+        self._random = self._replayed = _random_state()
+        self._stack = ExitStack()
+        self._stack.callback(self._restore)
+        with self._stack:
+            self._stack.enter_context(torch.inference_mode(False))
+            self._stack.enter_context(torch.enable_grad())
+            if self._seed is not None:
+                _seed_all(self._seed)
+                self._replayed = _random_state()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def train_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
+        """L_T at the live weights, or at ``weights`` in their place, as a checked scalar."""
+        return self._run("train_loss", batch, weights)
+
+    def val_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
+        """L_V, likewise, in the mode that the problem asks for."""
+        if self.problem.val_mode == "as_is":
+            return self._run("val_loss", batch, weights)
+        with self.eval_mode():
+            return self._run("val_loss", batch, weights)
+
+    def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
+        self._replay()
+        function = getattr(self.problem, name)
+        if weights is None:
+            loss = function(self.problem.model, self.problem.hyper, batch)
+        else:
+            named = {f"model.{key}": x for key, x in weights.items()}
+            loss = torch.func.functional_call(self._losses, named, (function, batch), tie_weights=True)
+        loss = checked_loss(name, loss)
+        _refuse_not_finite(name, loss)
+        if weights is not None:
+            self._refuse_captured(name, loss, weights)
+        return loss
+
+    def _replay(self) -> None:
+        """Start a pass: buffers as they were, random state likewise, no weight cast before."""
+        torch.clear_autocast_cache()
+        copies: dict[int, Tensor] = {}
+        for module, buffers in zip(self._modules, self._buffers, strict=True):
+            module._buffers.clear()
+            for name, buffer in buffers.items():
+                if buffer is not None and id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                module._buffers[name] = None if buffer is None else copies[id(buffer)]
+        _set_random_state(self._replayed)
+
+    def _restore(self) -> None:
+        for module, buffers, training in zip(self._modules, self._buffers, self._training, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.training = training
+        _set_random_state(self._random)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Eval mode for all modules, and then each as it was."""
+        try:
+            self.problem.model.eval()
+            self.problem.hyper.eval()
+            yield
+        finally:
+            for module, training in zip(self._modules, self._training, strict=True):
+                module.training = training
+
+    def _refuse_captured(self, name: str, loss: Tensor, weights: Tree) -> None:
+        reached = _graph.leaves(loss, until=weights.values())
+        captured = [key for key, w in self.problem.weights.items() if id(w) in reached]
+        if captured:
+            raise EvaluationError(
+                f"{name} must read the weights through its argument model, since this method puts other "
+                f"tensors in their place; it used the original {captured[:5]} as well. Replace the "
+                "captured module or parameter in the function by its argument."
+            )
+
+
+class _Losses(nn.Module):
+    """One module that holds model and hyper, so that one functional_call can put tensors into both."""
+
+    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
+        super().__init__()
+        self.model, self.hyper = model, hyper
+
+    def forward(self, loss: Loss, batch: Any) -> Tensor:
+        return loss(self.model, self.hyper, batch)
+
+
+def checked_loss(name: str, loss: object) -> Tensor:
+    """A loss as a scalar with a graph; raises for anything else."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise EvaluationError(f"{name} must return a scalar tensor; got {got}. Take the mean over the batch.")
+    if not loss.requires_grad:
+        raise EvaluationError(
+            f"{name} must depend on the weights or hyperparameters by a graph; got a detached value "
+            f"{float(loss):.4g}. Look for detach(), item(), no_grad() or .data in it."
+        )
+    return loss.reshape(())
+
+
+def _refuse_not_finite(name: str, loss: Tensor) -> None:
+    if not bool(torch.isfinite(loss)):
+        raise EvaluationError(
+            f"{name} must be finite; got {float(loss.detach())}. Lower the learning rates, clip the gradients, "
+            "or look at the batch."
+        )
+
+
+def _accelerators() -> list[tuple[Any, int]]:
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [(module, index) for index in range(torch.accelerator.device_count())]
+
+
+def _random_state() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+    """Setter and arguments for each generator that a loss may draw from."""
+    states: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (torch.set_rng_state, (torch.get_rng_state(),)),
+        (random.setstate, (random.getstate(),)),
+    ]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states.append((numpy.random.set_state, (numpy.random.get_state(),)))
+    for module, index in _accelerators():
+        states.append((module.set_rng_state, (module.get_rng_state(index), index)))
+    return states
+
+
+def _set_random_state(states: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    for setter, arguments in states:
+        setter(*arguments)
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
