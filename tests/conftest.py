@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)  # for problems this small, threads cost more than they give
+
 
 @pytest.fixture(autouse=True)
 def _double_precision():

@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
 import cases
+from bestresponse.hyperparameters import WeightDecay
 from bestresponse.testing import check_curvature
 
 
@@ -24,6 +25,114 @@ def test_hessian_equals_differences_of_the_gradient(hidden):
 def test_finite_differences_equal_the_hessian(hidden, step):
     problem, train, _ = cases.network(hidden())
     check_curvature(br.FiniteDifference(step), problem, train, tolerance=1e-7)
+
+
+def predict(model, hyper, batch):
+    return model(batch[0])
+
+
+def output_loss(outputs, batch):
+    return F.cross_entropy(outputs, batch[1])
+
+
+def penalty(model, hyper, batch):
+    return hyper(model)
+
+
+def dense_gauss_newton(problem, train, seed=None):
+    """JᵀHJ by the Jacobian of the outputs, and the Hessian of the decay by differences."""
+    weights = {n: w.detach() for n, w in problem.weights.items()}
+
+    def outputs(values):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return torch.func.functional_call(problem.model, values, (train[0],))
+
+    jacobian = torch.autograd.functional.jacobian(
+        lambda *values: outputs(dict(zip(weights, values, strict=True))), tuple(weights.values())
+    )
+    z = outputs(weights)
+    jacobian = torch.cat([j.reshape(z.numel(), -1) for j in jacobian], dim=1)
+    hessian = torch.autograd.functional.hessian(lambda x: output_loss(x, train), z).view(z.numel(), z.numel())
+    decays = problem.hyper.curvature_diagonal(problem.model) if isinstance(problem.hyper, WeightDecay) else {}
+    diagonal = torch.cat([decays.get(n, torch.zeros_like(w)).reshape(-1) for n, w in weights.items()])
+    return jacobian.T @ hessian @ jacobian + torch.diag(diagonal)
+
+
+RESTS = {
+    "a module": lambda problem: problem.hyper,
+    "a function": lambda problem: penalty,
+    "none": lambda problem: None,
+}
+
+
+@pytest.mark.parametrize("hidden", [nn.Identity, lambda: nn.Dropout(0.4)], ids=["smooth", "dropout"])
+@pytest.mark.parametrize("rest", RESTS)
+def test_gauss_newton_equals_the_dense_matrix(rest, hidden):
+    problem, train, _ = cases.network(hidden())
+    torch.manual_seed(11)
+    matrix = dense_gauss_newton(problem, train, seed=11)
+    torch.manual_seed(11)
+    curvature = br.GaussNewton(predict, output_loss, RESTS[rest](problem))
+    check_curvature(curvature, problem, train, matrix)
+
+
+@pytest.mark.parametrize("power", [1.5, 3])
+def test_gauss_newton_with_a_decay_of_another_power(power):
+    problem, train, _ = cases.network()
+    decay = WeightDecay(problem.model, power=power, initial=0.1)
+    problem = br.Problem(problem.model, decay, problem.train_loss, problem.val_loss)
+    matrix = dense_gauss_newton(problem, train)
+    for rest in (decay, penalty, None):
+        check_curvature(br.GaussNewton(predict, output_loss, rest), problem, train, matrix, tolerance=1e-5)
+
+
+def test_gauss_newton_without_a_regulariser_and_hyperparameters_inside_the_model():
+    problem, train, _ = cases.network(nn.PReLU(init=0.6))
+    scale = problem.model[1]
+    problem = br.Problem(
+        problem.model,
+        scale,
+        lambda m, h, b: output_loss(predict(m, h, b), b),
+        lambda m, h, b: output_loss(predict(m, h, b), b),
+    )
+    matrix = dense_gauss_newton(problem, train)
+    for rest in (None, lambda m, h, b: 0.0 * m[0].weight.sum()):
+        check_curvature(br.GaussNewton(predict, output_loss, rest), problem, train, matrix)
+
+
+def test_gauss_newton_equals_the_hessian_for_a_linear_model():
+    known = cases.softmax()
+    for rest in (known.problem.hyper, None):
+        check_curvature(br.GaussNewton(predict, output_loss, rest), known.problem, known.train)
+
+
+def test_gauss_newton_takes_outputs_of_several_tensors():
+    problem, train, _ = cases.network()
+    matrix = dense_gauss_newton(problem, train)
+    for pack, unpack in (
+        (lambda z: (z[:, :1], z[:, 1:]), lambda z: torch.cat(list(z), dim=1)),
+        (lambda z: {"a": z[:, :1], "b": z[:, 1:]}, lambda z: torch.cat([z["a"], z["b"]], dim=1)),
+    ):
+        curvature = br.GaussNewton(
+            lambda m, h, b, pack=pack: pack(m(b[0])),
+            lambda z, b, unpack=unpack: output_loss(unpack(z), b),
+            problem.hyper,
+        )
+        check_curvature(curvature, problem, train, matrix)
+
+
+def test_gauss_newton_refuses_parts_that_do_not_make_up_the_loss():
+    problem, train, val = cases.network()
+    method = br.Implicit(br.Exact(), br.GaussNewton(predict, output_loss, lambda m, h, b: 2 * h(m)))
+    with pytest.raises(br.Error, match="must equal train_loss; got"):
+        br.hypergradient(problem, train, val, method)
+    with pytest.raises(br.Error, match="must return a tensor"):
+        br.hypergradient(
+            problem, train, val, br.Implicit(br.Exact(), br.GaussNewton(lambda m, h, b: 3.0, output_loss))
+        )
+    with pytest.raises(br.Error, match=r"GaussNewton\.loss must be a function"):
+        br.GaussNewton(predict, None)
 
 
 def test_finite_differences_in_float32_on_a_smooth_network():

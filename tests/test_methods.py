@@ -68,9 +68,8 @@ def test_every_solver_on_every_curvature(solver, curvature, system):
     """dL_V/dλ = ∂L_V/∂λ − x ∂²L_T/∂w∂λ, with x from the dense curvature and all of it from differences."""
     problem, train, val = SYSTEMS[system]()
     weights = {n: w.detach() for n, w in problem.weights.items()}
-    inputs = {n: p.detach() for n, p in problem.hyperparameters.items()}
-    matrix = differences(problem, train, weights, weights)
-    mixed = differences(problem, train, weights, inputs)
+    matrix = differences(problem, train, problem.weights)
+    mixed = differences(problem, train, problem.hyperparameters)
     live = [*problem.weights.values(), *problem.hyperparameters.values()]
     with problem.undisturbed() as passes:
         gradients = torch.autograd.grad(passes.val_loss(val), live, allow_unused=True)

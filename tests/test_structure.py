@@ -13,9 +13,9 @@ SOURCE = Path(br.__file__).parent
 LAYERS = [
     ["errors", "_tree", "_graph"],
     ["passes", "problem", "solvers", "hyperparameters"],
-    ["curvature"],
+    ["curvature", "gauss_newton"],
     ["implicit", "unrolled"],
-    ["callbacks", "tuner"],
+    ["callbacks", "_requirements", "tuner"],
     ["testing"],
     ["experiments"],
     ["cli"],
@@ -80,4 +80,4 @@ def test_public_names_are_few_and_documented():
 def test_files_are_short():
     for path in FILES:
         lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= 380, f"{path.name} has {lines} lines"
+        assert lines <= 360, f"{path.name} has {lines} lines"

@@ -3,6 +3,7 @@
 from . import callbacks, hyperparameters, solvers
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .errors import BestResponseWarning, Error
+from .gauss_newton import GaussNewton
 from .implicit import Direct, Hypergradient, Implicit, Method, backward, hypergradient
 from .problem import Problem
 from .solvers import ConjugateGradient, Exact, Identity, Neumann, Solver, Status
@@ -19,6 +20,7 @@ __all__ = [
     "Error",
     "Exact",
     "FiniteDifference",
+    "GaussNewton",
     "Hessian",
     "Hypergradient",
     "Identity",

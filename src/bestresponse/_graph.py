@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .errors import SecondDerivativeError
 
@@ -27,6 +28,11 @@ _WAYS_OUT = (
     (
         "torch.compile",
         "give Problem the module as it was before torch.compile, and train with the compiled one",
+    ),
+    (
+        "weight_norm",
+        "register a parametrization of your own that computes g * v / v.norm() with plain operations, or use "
+        "Implicit(curvature=FiniteDifference())",
     ),
     ("CuDNN", "run the loss under torch.backends.cudnn.flags(enabled=False)"),
     ("", "write the operation with twice differentiable ones, or use Implicit(curvature=FiniteDifference())"),
@@ -56,11 +62,19 @@ def leaves(loss: Tensor, until: Iterable[Tensor] = ()) -> set[int]:
     return found | {id(loss)} if loss.is_leaf else found
 
 
+def refuse_reentrant(loss: Tensor) -> None:
+    """Raise where autograd.grad cannot see a part of a loss at all."""
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
+        raise second_derivative_error("re-entrant checkpoint", "its inside is hidden from autograd.grad")
+
+
 def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
     """Raise where the first derivative of a training loss is one that cannot be differentiated."""
     for node in nodes([loss], until):
         if node.name() == "CheckpointFunctionBackward":
             raise second_derivative_error("re-entrant checkpoint", "its inside is hidden from autograd.grad")
+        if node.name().startswith("WeightNormInterface"):
+            raise second_derivative_error("weight_norm", "torch's second derivative of it is wrong")
         function: Any = getattr(node, "_forward_cls", None)
         backward = getattr(function, "backward", None)
         if getattr(backward, "__code__", None) is _ONCE:
@@ -87,22 +101,31 @@ def _message_of(node: Any) -> str:
     return str(node.name())
 
 
+def edges(outputs: Mapping[str, Tensor]) -> dict[str, GradientEdge]:
+    """Where the graphs of ``outputs`` begin, which is all that `vector_product` needs: their values can go.
+
+    Outputs without a graph are constant, and left out.
+    """
+    return {name: get_gradient_edge(x) for name, x in outputs.items() if x.requires_grad}
+
+
 def vector_product(
-    outputs: Mapping[str, Tensor], inputs: Sequence[Tensor], v: Mapping[str, Tensor], retain_graph: bool
+    outputs: Mapping[str, GradientEdge],
+    inputs: Sequence[Tensor],
+    v: Mapping[str, Tensor],
+    retain_graph: bool,
 ) -> Sequence[Tensor | None]:
     """vᵀ ∂outputs/∂inputs, None where an input is not reached.
 
-    Outputs without a graph are constant, and left out. Torch's own errors for missing second
-    derivatives, some of which come only now, are told in our form.
+    Torch's own errors for missing second derivatives, some of which come only now, are told in our form.
     """
-    varying = {name: x for name, x in outputs.items() if x.requires_grad}
-    if not varying:
+    if not outputs:
         return [None] * len(inputs)
     try:
         return torch.autograd.grad(
-            list(varying.values()),
+            list(outputs.values()),
             inputs,
-            [v[name] for name in varying],
+            [v[name] for name in outputs],
             retain_graph=retain_graph,
             allow_unused=True,
         )

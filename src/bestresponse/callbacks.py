@@ -7,13 +7,13 @@ Any function of the tuner will do; it reads ``tuner.history`` and may call ``tun
 import json
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import torch
 from tqdm.auto import tqdm
 
-from . import _tree
 from .errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Evaluate:
     Args:
         function: (model, hyper) -> dict of numbers, which are added to the row in the history. It runs in
             eval mode without gradients, and leaves random state and buffers as they were.
-        every: hyper-steps between two measurements; the last step of a run is measured in any case.
+        every: hyper-steps between two measurements; the last one that `Tuner.fit` was asked for is measured
+            in any case.
     """
 
     def __init__(self, function: Callable[[Any, Any], Mapping[str, float]], every: int = 1) -> None:
@@ -74,6 +75,9 @@ class Evaluate:
 class KeepBest:
     """Keep a copy of weights, buffers and hyperparameters where a number of the history was best.
 
+    The copy is made when the hyper-step is done: a row's ``val_loss`` was measured at its weights, just
+    before its hyperparameters moved.
+
     Args:
         key: the number's name in the rows, such as "val_loss" or one that `Evaluate` adds.
         mode: whether "min" or "max" is best.
@@ -91,8 +95,8 @@ class KeepBest:
         if not _improves(row, self.row, self.key, self.mode):
             return
         self.row = row
-        self._model = _tree.copy(tuner.problem.model.state_dict())
-        self._hyper = _tree.copy(tuner.problem.hyper.state_dict())
+        self._model = deepcopy(tuner.problem.model.state_dict())
+        self._hyper = deepcopy(tuner.problem.hyper.state_dict())
 
     def restore(self, tuner: "Tuner") -> None:
         """Put the best state back into the modules.
@@ -134,10 +138,12 @@ class EarlyStopping:
             return
         self._waited += 1
         if self._waited >= self.patience:
-            assert self._best is not None
-            tuner.stop(
-                f"{self.key} has not improved on {self._best[self.key]:.4g} for {self.patience} measurements"
-            )
+            best = "nothing" if self._best is None else f"{self._best[self.key]:.4g}"
+            tuner.stop(f"{self.key} has not improved on {best} for {self.patience} measurements")
+
+    def close(self) -> None:
+        """Wait anew when another run begins."""
+        self._waited = 0
 
 
 class JSONLines:
@@ -164,11 +170,21 @@ class JSONLines:
             self._file = None
 
 
-def to_json(value: Any) -> str:
-    """A JSON text that every reader accepts: numbers that are not finite become null."""
+def to_json(value: Any, indent: int | None = None) -> str:
+    """A JSON text that every reader accepts: numbers that are not finite become null, other objects text."""
+    return json.dumps(_plain(value), ensure_ascii=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
     if isinstance(value, Mapping):
-        value = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in value.items()}
-    return json.dumps(value, ensure_ascii=False)
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _check_mode(name: str, mode: str) -> None:
@@ -177,7 +193,7 @@ def _check_mode(name: str, mode: str) -> None:
 
 
 def _improves(row: Mapping[str, Any], best: Mapping[str, Any] | None, key: str, mode: str) -> bool:
-    if key not in row or math.isnan(row[key]):
+    if row.get(key) is None or math.isnan(row[key]):
         return False
     if best is None:
         return True

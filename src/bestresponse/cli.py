@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def _run(words: list[str]) -> int:
         case ["plot", *rest]:
             plot = tyro.cli(tyro.conf.PositionalRequiredArgs[Plot], prog="bestresponse plot", args=rest)
             print("\n".join(str(path) for path in plots.draw(plot.folder)))
+        case ["--version", *_]:
+            print(version("bestresponse"))
         case [] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
             print(usage)
         case _:

@@ -17,6 +17,7 @@ from ._tree import Tree
 from .errors import ArgumentError, EvaluationError
 from .passes import Passes
 from .problem import Problem
+from .solvers.base import require, require_number
 
 _KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu")
 
@@ -31,12 +32,10 @@ class Linearisation(ABC):
     Attributes:
         names: the weights in the linear system.
         reached: the identities of the leaves that the training loss depends on.
-        gradient: ∂L_T/∂w, without a graph.
     """
 
     names: list[str]
     reached: set[int]
-    gradient: Tree
 
     @abstractmethod
     def __call__(self, v: Tree) -> Tree:
@@ -96,8 +95,9 @@ class FiniteDifference(Curvature):
     step: float | None = None
 
     def __post_init__(self) -> None:
-        if self.step is not None and not 0.0 < self.step < 1.0:
-            raise ArgumentError(f"FiniteDifference.step must lie in (0, 1), or be None; got {self.step!r}.")
+        if self.step is not None:
+            require_number("FiniteDifference.step", self.step)
+            require(0.0 < self.step < 1.0, "FiniteDifference.step", "between 0 and 1, or None", self.step)
 
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         return _Difference(passes, batch, self.step)
@@ -111,10 +111,10 @@ class _DoubleBackward(Linearisation):
         self._weights = [passes.problem.weights[n] for n in self.names]
         self._hyperparameters = passes.problem.hyperparameters
         _graph.inspect_loss(loss)
+        warn_of_power_iterations(passes.problem)
         gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
         _graph.inspect_gradient(gradient)
-        self._graph = dict(zip(self.names, gradient, strict=True))
-        self.gradient = _tree.detached(self._graph)
+        self._graph = _graph.edges(dict(zip(self.names, gradient, strict=True)))
 
     def __call__(self, v: Tree) -> Tree:
         products = _graph.vector_product(self._graph, self._weights, v, retain_graph=True)
@@ -147,8 +147,6 @@ class _Difference(Linearisation):
                 "Keep float32 weights and run the loss under torch.autocast."
             )
         _warn_of_kinks(passes.problem, loss, self._weights)
-        gradient = torch.autograd.grad(loss, list(self._weights.values()))
-        self.gradient = dict(zip(self.names, gradient, strict=True))
         precision = max(torch.finfo(w.dtype).eps for w in self._weights.values())
         relative = step if step is not None else precision ** (1 / 3)
         self._step = relative * (1.0 + _tree.norm(_tree.detached(self._weights)))
@@ -207,6 +205,19 @@ def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
             "left out of the linear system.",
         )
     return names
+
+
+def warn_of_power_iterations(problem: Problem) -> None:
+    """Warn once of spectral normalisation in training mode, whose second derivative leaves a part out."""
+    for name, module in problem.model.named_modules():
+        hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values()]
+        if module.training and ("SpectralNorm" in hooks or type(module).__name__ == "_SpectralNorm"):
+            problem.warn_once(
+                "spectral norm",
+                f"spectral_norm at {name!r} takes its singular vectors as constants, so that second derivatives "
+                "in training mode are off by some percent. FiniteDifference() differentiates the whole of it.",
+            )
+            return
 
 
 def _warn_of_kinks(problem: Problem, loss: Tensor, weights: Mapping[str, Tensor]) -> None:

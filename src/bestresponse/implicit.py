@@ -82,8 +82,8 @@ def hypergradient(
     Reference: Lorraine, Vicol and Duvenaud (2019).
     """
     result = differentiate(problem, train_batch, val_batch, method, seed)
-    if result.solve is not None and result.solve.status.failed:
-        problem.warn_once(result.solve.status, failure(result.solve))
+    refuse_not_finite(result)
+    warn_of_failure(problem, result)
     return result
 
 
@@ -108,6 +108,21 @@ def accumulate(problem: Problem, result: Hypergradient) -> None:
             parameter.grad.add_(result.total[name])
 
 
+def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
+    """Raise for NaN or infinity in a hypergradient, by name."""
+    if bad := _tree.not_finite(result.total):
+        raise EvaluationError(
+            f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}. Look for sqrt, log, powers "
+            "or division at zero in what train_loss makes of them; else use more damping or a smaller step."
+        )
+
+
+def warn_of_failure(problem: Problem, result: Hypergradient) -> None:
+    """Warn of a failed solve, the first time that a status comes up."""
+    if result.solve is not None and result.solve.status.failed:
+        problem.warn_once(result.solve.status, failure(result.solve))
+
+
 def failure(report: Report) -> str:
     """What to say of a solve that failed."""
     return (
@@ -123,6 +138,9 @@ def differentiate(
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
     check_method(method)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
+    problem.check_intact()
     with problem.undisturbed(seed) as passes:
         return method.differentiate(passes, train_batch, val_batch)
 
@@ -168,6 +186,10 @@ class Implicit(Method):
     def __post_init__(self) -> None:
         if self.warm_start is None:
             object.__setattr__(self, "warm_start", self.solver is None)
+        if not isinstance(self.warm_start, bool):
+            raise ArgumentTypeError(
+                f"Implicit.warm_start must be True, False or None; got {self.warm_start!r}."
+            )
         if self.solver is None:
             object.__setattr__(self, "solver", ConjugateGradient(max_steps=4, damping=None))
         if not isinstance(self.solver, Solver):
@@ -198,10 +220,8 @@ class Implicit(Method):
         state = problem.state(self)
         if self.warm_start:
             problem.meet(self)
-        solver = self.solver
-        if self.warm_start and state.solution is None:
-            solver = solver.opening()
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
+        solver = self.solver.opening() if self.warm_start and start is None else self.solver
         diagonal = problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) else None
         return solver.solve(system, b, start=start, memory=state.memory, diagonal=diagonal)
 
@@ -228,6 +248,7 @@ def validation_gradient(
     """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ)."""
     problem = passes.problem
     loss = passes.val_loss(batch, None if weights is None else dict(weights))
+    _graph.refuse_reentrant(loss)
     at = problem.weights if weights is None else weights
     inputs = [*at.values(), *problem.hyperparameters.values()]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -268,6 +289,13 @@ def combine(
     solve: Report | None = None,
 ) -> Hypergradient:
     """Direct and indirect part with zeros for what is absent, and their sum."""
+    idle = [n for n in indirect if indirect[n] is None and direct.get(n) is None]
+    if idle:
+        problem.warn_once(
+            ("idle", *idle),
+            f"the hyperparameters {idle[:5]} reach train_loss, but not its gradient with respect to the weights: "
+            "their hypergradient is zero. Something that does not move the weights cannot be tuned.",
+        )
     direct_, indirect_, total = {}, {}, {}
     for name, parameter in problem.hyperparameters.items():
         one, other = direct.get(name), indirect.get(name)

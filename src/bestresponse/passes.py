@@ -31,14 +31,21 @@ class Passes:
     def __init__(self, problem: "Problem", seed: int | None = None) -> None:
         self.problem = problem
         self._seed = seed
-        self._modules = list(
-            {id(m): m for m in (*problem.model.modules(), *problem.hyper.modules())}.values()
-        )
         self._losses = _Losses(problem.model, problem.hyper)
 
     def __enter__(self) -> Self:
-        self._buffers = [dict(m._buffers) for m in self._modules]
-        self._training = [m.training for m in self._modules]
+        scripted = torch.jit.ScriptModule
+        modules = (*self.problem.model.modules(), *self.problem.hyper.modules())
+        self._training = {module: module.training for module in modules}
+        self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
+        # What can't be swapped, or is no buffer and yet changes in a forward pass, is copied.
+        changing = [b for m in self._training if isinstance(m, scripted) for b in m.buffers(recurse=False)]
+        changing += [
+            m.weight
+            for m in self._training
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
+        ]
+        self._by_value = [(x.detach(), x.detach().clone()) for x in changing]
         self._random = self._replayed = _random_state()
         self._stack = ExitStack()
         self._stack.callback(self._restore)
@@ -48,6 +55,7 @@ class Passes:
             if self._seed is not None:
                 _seed_all(self._seed)
                 self._replayed = _random_state()
+            self.replay()
             self._stack = self._stack.pop_all()
         return self
 
@@ -71,7 +79,7 @@ class Passes:
             return self._run("val_loss", batch, weights)
 
     def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
-        self._replay()
+        self.replay()
         function = getattr(self.problem, name)
         if weights is None:
             loss = function(self.problem.model, self.problem.hyper, batch)
@@ -84,24 +92,43 @@ class Passes:
             self._refuse_captured(name, loss, weights)
         return loss
 
-    def _replay(self) -> None:
+    def replay(self) -> None:
         """Start a pass: buffers as they were, random state likewise, no weight cast before."""
         torch.clear_autocast_cache()
+        self._collect()
         copies: dict[int, Tensor] = {}
-        for module, buffers in zip(self._modules, self._buffers, strict=True):
-            module._buffers.clear()
+        for module, buffers in self._buffers.items():
             for name, buffer in buffers.items():
                 if buffer is not None and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 module._buffers[name] = None if buffer is None else copies[id(buffer)]
+        self._copy_back()
         _set_random_state(self._replayed)
 
     def _restore(self) -> None:
-        for module, buffers, training in zip(self._modules, self._buffers, self._training, strict=True):
-            module._buffers.clear()
+        self._collect()
+        for module, buffers in self._buffers.items():
             module._buffers.update(buffers)
+        self._copy_back()
+        for module, training in self._training.items():
             module.training = training
         _set_random_state(self._random)
+
+    def _collect(self) -> None:
+        """Take over buffers that a pass made or grew: a cache, to which other state of the module belongs."""
+        for module, buffers in self._buffers.items():
+            for name, buffer in module._buffers.items():
+                kept = buffers.get(name)
+                if name not in buffers or (
+                    buffer is not None and (kept is None or kept.shape != buffer.shape)
+                ):
+                    buffers[name] = buffer
+
+    def _copy_back(self) -> None:
+        with torch.no_grad():
+            for tensor, kept in self._by_value:
+                if not torch.equal(tensor, kept):
+                    tensor.copy_(kept)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -111,7 +138,7 @@ class Passes:
             self.problem.hyper.eval()
             yield
         finally:
-            for module, training in zip(self._modules, self._training, strict=True):
+            for module, training in self._training.items():
                 module.training = training
 
     def _refuse_captured(self, name: str, loss: Tensor, weights: Tree) -> None:

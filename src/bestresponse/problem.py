@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import _tree
 from ._tree import Tree
-from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
 from .passes import Loss, Passes
 
 
@@ -56,14 +56,34 @@ class Problem:
         self.train_loss, self.val_loss, self.val_mode = train_loss, val_loss, val_mode
         self.weights, self.hyperparameters = _split(model, hyper)
         self._states: weakref.WeakKeyDictionary[Any, MethodState] = weakref.WeakKeyDictionary()
-        self._met: dict[str, weakref.ref[Any]] = {}
+        self._met: dict[str, tuple[weakref.ref[Any], int]] = {}
         self._warned: set[object] = set()
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return (
             f"Problem({type(self.model).__name__} with {_tree.size(self.weights):,} weights, "
             f"{type(self.hyper).__name__} with {_tree.size(self.hyperparameters):,} hyperparameters)"
         )
+
+    def check_intact(self) -> None:
+        """Raise when a weight or hyperparameter was replaced or frozen after the problem was made."""
+        for side, module, fixed in (
+            ("weights", self.model, self.weights),
+            ("hyperparameters", self.hyper, self.hyperparameters),
+        ):
+            present = dict(module.named_parameters())
+            if moved := [n for n, p in fixed.items() if present.get(n) is not p]:
+                raise EvaluationError(
+                    f"the {side} must be the parameters that the problem was made with; {moved[:5]} were replaced "
+                    "or renamed since. Change values in place (load_state_dict without assign), or make a new "
+                    "Problem and new optimisers."
+                )
+            if frozen := [n for n, p in fixed.items() if not p.requires_grad]:
+                raise EvaluationError(
+                    f"the {side} must require gradients; {frozen[:5]} were frozen since the problem was made. "
+                    "Make a new Problem without them."
+                )
 
     def state(self, method: Any) -> "MethodState":
         """What ``method`` remembers on this problem from its last call: read it, or put it back.
@@ -87,16 +107,23 @@ class Problem:
     def meet(self, method: Any) -> None:
         """Warn once when a method that remembers was made anew, so that it starts cold each time."""
         settings = settings_of(method)
-        earlier = self._met.get(settings)
-        if earlier is not None and earlier() is None:
+        earlier, calls = self._met.get(settings, (None, 0))
+        gone = earlier is not None and earlier() is None
+        if gone and calls == 1:
             self.warn_once(
                 ("made anew", settings),
                 f"{method!r} keeps its last solution for the next call, which needs the same object; "
                 "got a second one of the same settings, whose twin is gone. Make the method once, "
                 "before the loop.",
             )
-        if earlier is None or earlier() is None:
-            self._met[settings] = weakref.ref(method)
+        again = earlier is not None and earlier() is method
+        self._met[settings] = (weakref.ref(method), calls + 1 if again else 1)
+
+    def first_time(self, thing: Any) -> bool:
+        """Whether this is the first call with ``thing`` on this problem."""
+        first = thing not in self._seen
+        self._seen.add(thing)
+        return first
 
     def warn_once(self, key: object, message: str) -> None:
         """Give a warning the first time that ``key`` comes up on this problem."""
@@ -116,7 +143,11 @@ class Problem:
         total = _tree.zeros_like({n: self.weights[n] for n in names})
         with torch.no_grad():
             for module in known:
-                for name, diagonal in module.curvature_diagonal(self.model).items():
+                try:
+                    diagonals = module.curvature_diagonal(self.model)
+                except EvaluationError:  # made for a part of the model, whose names are others
+                    continue
+                for name, diagonal in diagonals.items():
                     if name in total:
                         total[name] += diagonal
         return total
@@ -185,13 +216,20 @@ def _split(model: nn.Module, hyper: nn.Module) -> tuple[dict[str, nn.Parameter],
             "Set requires_grad, or register the hyperparameters as nn.Parameter."
         )
     tuned = {id(p) for p in hyper.parameters()}
+    unmade = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if unmade:
+        raise ArgumentError(
+            f"the model's parameters must have their shapes; {unmade[:5]} are lazy and wait for a first batch. "
+            "Run the model once before Problem is made."
+        )
     weights = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in tuned}
     if not weights:
         raise ArgumentError(
             f"model must have a trainable parameter that is not a hyperparameter; {type(model).__name__} has "
             "none. Set requires_grad on its weights, or pass the part to be tuned alone as hyper."
         )
-    complex_ = [n for n, p in (weights | hyperparameters).items() if p.is_complex()]
+    both = [*weights.items(), *hyperparameters.items()]
+    complex_ = [n for n, p in both if p.is_complex()]
     if complex_:
         raise ArgumentError(
             f"weights and hyperparameters must be real; got complex {complex_[:5]}. "

@@ -5,7 +5,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _tree
+from ._requirements import check_count, check_hyper_optimizer, check_weight_optimizer, cycle
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
 from .implicit import (
     Hypergradient,
@@ -23,7 +24,8 @@ from .implicit import (
     check_method,
     differentiate,
     failure,
-    hypergradient,
+    refuse_not_finite,
+    warn_of_failure,
 )
 from .passes import checked_loss
 from .problem import Problem
@@ -85,8 +87,8 @@ class Tuner:
     ) -> None:
         method = Implicit() if method is None else method
         check_method(method)
-        _check_weight_optimizer(problem, weight_optimizer)
-        _check_hyper_optimizer(problem, hyper_optimizer)
+        check_weight_optimizer(problem, weight_optimizer)
+        check_hyper_optimizer(problem, hyper_optimizer)
         if weight_steps < 1 or warmup_steps < 0:
             raise ArgumentError(
                 "Tuner needs weight_steps ≥ 1 and warmup_steps ≥ 0; got "
@@ -94,6 +96,9 @@ class Tuner:
             )
         if clip_weights is not None and not clip_weights > 0:
             raise ArgumentError(f"Tuner.clip_weights must be positive, or None; got {clip_weights!r}.")
+        for name, scheduler in (("weight_scheduler", weight_scheduler), ("hyper_scheduler", hyper_scheduler)):
+            if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+                raise ArgumentTypeError(f"Tuner.{name} must be a learning-rate scheduler; got {scheduler!r}.")
         if policy not in ("warn", "raise", "skip"):
             raise ArgumentError(f'Tuner.policy must be "warn", "raise" or "skip"; got {policy!r}.')
         self.problem, self.method = problem, method
@@ -122,12 +127,17 @@ class Tuner:
             EvaluationError: a loss or hypergradient is no longer finite.
             SolveError: a solve failed, and the policy is "raise".
         """
-        train, val = _cycle("train_batches", train_batches), _cycle("val_batches", val_batches)
+        check_count("hyper_steps", hyper_steps)
+        self.problem.check_intact()
+        train, val = cycle("train_batches", train_batches), cycle("val_batches", val_batches)
         self.stopped = None
         self.last_hyper_step = self.hyper_step + hyper_steps
         began = time.perf_counter()
-        try:
-            for _ in range(self.warmup_steps - self.weight_step):
+        with ExitStack() as stack:
+            for callback in self.callbacks:
+                if hasattr(callback, "close"):
+                    stack.callback(callback.close)
+            for _ in range(self.warmup_steps - self.weight_step if hyper_steps else 0):
                 self._move_weights(next(train))
             while self.hyper_step < self.last_hyper_step and self.stopped is None:
                 losses = [self._move_weights(next(train)) for _ in range(self.weight_steps)]
@@ -136,10 +146,6 @@ class Tuner:
                 self.history.append(row)
                 for callback in self.callbacks:
                     callback(self)
-        finally:
-            for callback in self.callbacks:
-                if hasattr(callback, "close"):
-                    callback.close()
         return self.history
 
     def stop(self, reason: str) -> None:
@@ -159,20 +165,21 @@ class Tuner:
             batches: what to train on: training and validation data together, say.
             steps: weight steps to make.
             initialise: sets the model's weights (and buffers) anew, in place.
-            optimizer: None takes one of the same class and settings as the tuner's was made with, with
-                empty state. No scheduler runs.
+            optimizer: None takes the tuner's own with the settings that it was made with (before a
+                scheduler moved its rates) and empty state, and puts both back. No scheduler runs.
 
         Returns:
             The training loss at each step.
         """
+        check_count("steps", steps)
+        stream = cycle("batches", batches)
+        if optimizer is not None:
+            check_weight_optimizer(self.problem, optimizer)
         with torch.no_grad():
             initialise(self.problem.model)
-        if optimizer is None:
-            optimizer = self._fresh_weight_optimizer()
-        else:
-            _check_weight_optimizer(self.problem, optimizer)
-        stream = _cycle("batches", batches)
-        losses = [self._weight_step(optimizer, next(stream)) for _ in range(steps)]
+        self.problem.check_intact()
+        with self._fresh_weight_optimizer() if optimizer is None else nullcontext(optimizer) as chosen:
+            losses = [self._weight_step(chosen, next(stream)) for _ in range(steps)]
         return [float(loss) for loss in losses]
 
     def _move_weights(self, batch: Any) -> Tensor:
@@ -210,8 +217,7 @@ class Tuner:
             )
         number = self.hyper_step + 1
         seed = random.Random(f"{self.seed}/{number}").getrandbits(62)
-        take = hypergradient if self.policy == "warn" else differentiate
-        result = take(self.problem, train_batch, val_batch, self.method, seed)
+        result = differentiate(self.problem, train_batch, val_batch, self.method, seed)
         stepped = self._judge(result, number)
         if stepped:
             self.hyper_optimizer.zero_grad(set_to_none=True)
@@ -226,17 +232,13 @@ class Tuner:
 
     def _judge(self, result: Hypergradient, number: int) -> bool:
         """Whether to step along a hypergradient; raises where the policy says so."""
-        bad = _tree.not_finite(result.total)
         failed = result.solve is not None and result.solve.status.failed
         if self.policy == "skip":
-            return not bad and not failed
-        if bad:
-            raise EvaluationError(
-                f"the hypergradient must be finite; got NaN or infinity for {bad[:5]} at hyper-step {number}. "
-                'Use more damping or a smaller step, or policy="skip".'
-            )
-        if failed and self.policy == "raise":
-            assert result.solve is not None
+            return not failed and not _tree.not_finite(result.total)
+        refuse_not_finite(result, f" at hyper-step {number}")
+        if self.policy == "warn":
+            warn_of_failure(self.problem, result)
+        elif result.solve is not None and failed:
             raise SolveError(f"at hyper-step {number}, {failure(result.solve)}")
         return True
 
@@ -271,98 +273,30 @@ class Tuner:
         if val_loss is not None:
             scheduler.step(val_loss)
 
-    def _fresh_weight_optimizer(self) -> Optimizer | WeightStep:
-        if not isinstance(self.weight_optimizer, Optimizer):
-            return self.weight_optimizer
-        fresh = copy(self.weight_optimizer)
-        fresh.state = defaultdict(dict)
-        fresh.param_groups = [dict(group) for group in self._settings]
-        return fresh
+    @contextmanager
+    def _fresh_weight_optimizer(self) -> Iterator[Optimizer | WeightStep]:
+        """The tuner's optimiser with its first settings and empty state, both put back at the end."""
+        optimizer = self.weight_optimizer
+        if not isinstance(optimizer, Optimizer):
+            yield optimizer
+            return
+        kept = optimizer.state, [dict(group) for group in optimizer.param_groups]
+        try:
+            optimizer.state = defaultdict(dict)
+            _set_groups(optimizer, self._settings)
+            yield optimizer
+        finally:
+            optimizer.state = kept[0]
+            _set_groups(optimizer, kept[1])
+
+
+def _set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
 
 
 def _settings(optimizer: Optimizer | WeightStep) -> list[dict[str, Any]]:
-    """The parameter groups as they are now, before any scheduler moves a learning rate."""
-    return [dict(group) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
-
-
-def _cycle(name: str, batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches again and again, each round a new ``iter()``."""
-    if not isinstance(batches, Iterable):
-        raise ArgumentTypeError(
-            f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
-        )
-    if isinstance(batches, Iterator):
-        raise ArgumentError(
-            f"{name} must be a collection that can be gone through again; got the iterator "
-            f"{type(batches).__name__}, which is empty after one epoch. Pass the loader itself, or list(...)."
-        )
-    return _rounds(name, batches)
-
-
-def _rounds(name: str, batches: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield batch
-        if empty:
-            raise ArgumentError(
-                f"{name} must hold at least one batch; got none. Is drop_last dropping all of it?"
-            )
-
-
-def _check_weight_optimizer(problem: Problem, optimizer: object) -> None:
-    if not isinstance(problem, Problem):
-        raise ArgumentTypeError(f"Tuner.problem must be a Problem; got {type(problem).__name__}.")
+    """The parameter groups as they were before a scheduler moved a rate (some do so when they are made)."""
     if not isinstance(optimizer, Optimizer):
-        if not callable(optimizer) or isinstance(optimizer, type):
-            raise ArgumentTypeError(
-                "the weight optimiser must be a torch optimiser or a function (problem, batch) -> None; "
-                f"got {optimizer!r}."
-            )
-        return
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentTypeError(
-            "the weight optimiser must step without a closure; got LBFGS. Pass a function (problem, batch) -> None "
-            "that calls its step(closure)."
-        )
-    decayed = {g["weight_decay"] for g in optimizer.param_groups if g.get("weight_decay", 0) != 0}
-    if decayed:
-        raise ArgumentError(
-            "the weight optimiser must have weight_decay=0, since its own decay moves the weights but is not in "
-            f"train_loss, which is differentiated; got {sorted(decayed)}. Add the decay to train_loss, where it "
-            "can be tuned too: hyperparameters.WeightDecay."
-        )
-    held = _held(optimizer)
-    tuned = [n for n, p in problem.hyperparameters.items() if id(p) in held]
-    missing = [n for n, w in problem.weights.items() if id(w) not in held]
-    if tuned:
-        raise ArgumentError(
-            f"the weight optimiser must hold weights only; got the hyperparameters {tuned[:5]} too. "
-            "Make it with problem.weights.values()."
-        )
-    if missing:
-        raise ArgumentError(
-            f"the weight optimiser must hold every weight; it lacks {missing[:5]}. Make it with "
-            "problem.weights.values(), or freeze those with requires_grad_(False) before Problem is made."
-        )
-
-
-def _check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentTypeError(
-            f"the hyper-optimiser must be a torch optimiser; got {type(optimizer).__name__}."
-        )
-    held = _held(optimizer)
-    weights = [n for n, w in problem.weights.items() if id(w) in held]
-    missing = [n for n, p in problem.hyperparameters.items() if id(p) not in held]
-    if weights or missing:
-        what = f"the weights {weights[:5]} too" if weights else f"none of {missing[:5]}"
-        raise ArgumentError(
-            f"the hyper-optimiser must hold every hyperparameter and nothing else; got {what}. "
-            "Make it with problem.hyperparameters.values()."
-        )
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return []
+    return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]

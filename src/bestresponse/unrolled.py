@@ -1,5 +1,6 @@
 """Differentiation through optimisation: the hypergradient of a few steps of gradient descent."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,9 +8,9 @@ import torch
 
 from . import _graph, _tree
 from ._tree import Tree
-from .errors import ArgumentError
 from .implicit import Hypergradient, Method, combine, refuse_unreached, validation_gradient
 from .passes import Passes
+from .solvers.base import require, require_integer, require_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +40,13 @@ class Unrolled(Method):
     last: int | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ArgumentError(f"Unrolled.steps must be an integer ≥ 1; got {self.steps!r}.")
-        if not self.step_size > 0:
-            raise ArgumentError(f"Unrolled.step_size must be positive; got {self.step_size!r}.")
-        if self.last is not None and not 1 <= self.last <= self.steps:
-            raise ArgumentError(
-                f"Unrolled.last must lie between 1 and steps={self.steps}, or be None; got {self.last!r}."
-            )
+        require_integer("Unrolled.steps", self.steps, 1)
+        require_number("Unrolled.step_size", self.step_size)
+        require(0 < self.step_size < math.inf, "Unrolled.step_size", "positive and finite", self.step_size)
+        if self.last is not None:
+            require_integer("Unrolled.last", self.last, 1)
+            required = f"at most steps={self.steps}, or None"
+            require(self.last <= self.steps, "Unrolled.last", required, self.last)
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
@@ -61,7 +61,7 @@ class Unrolled(Method):
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch, _copies(weights))
         refuse_unreached(problem, direct, reached)
         inputs = list(problem.hyperparameters.values())
-        through = _graph.vector_product(weights, inputs, val_gradient, retain_graph=False)
+        through = _graph.vector_product(_graph.edges(weights), inputs, val_gradient, retain_graph=False)
         indirect = dict(zip(problem.hyperparameters, through, strict=True))
         return combine(problem, val_loss, direct, indirect)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import callbacks
+from ..errors import ArgumentError
 from ..hyperparameters import WeightDecay
 from ..implicit import Implicit, Method
 from ..problem import Problem
@@ -88,9 +89,10 @@ def run(config: Overfit) -> Path:
 
     An interrupt ends it early with every file whole, and is then passed on.
     """
+    device = _checked(config)
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = torch.device(config.device)
+    method = METHODS[config.method](config.terms, config.scale)
     images = data.load(config.data, config.data_dir)
     train, val = (
         _to(device, batch) for batch in images.draw(config.train_size, config.val_size, seed=config.seed)
@@ -98,7 +100,8 @@ def run(config: Overfit) -> Path:
     test = _to(device, (images.x_test, images.y_test))
     make = _maker(config, images, device)
     del images
-    record = runs.Run(config.out or Path("runs") / f"overfit-{config.data}-{config.model}", "overfit", config)
+    folder = config.out or Path("runs") / f"overfit-{config.data}-{config.model}"
+    record = runs.Run(folder, "overfit", config, figures=["errors.png"])
     plain_seconds, plain_bytes = _plain_training(make(), train, config)
 
     problem = make()
@@ -109,7 +112,7 @@ def run(config: Overfit) -> Path:
         problem,
         torch.optim.Adam(problem.weights.values(), config.weight_rate),
         torch.optim.RMSprop(problem.hyperparameters.values(), config.hyper_rate),
-        METHODS[config.method](config.terms, config.scale),
+        method,
         weight_steps=config.weight_steps,
         seed=config.seed,
         callbacks=[measure, callbacks.JSONLines(record.metrics), callbacks.Progress()],
@@ -125,7 +128,7 @@ def run(config: Overfit) -> Path:
         )
     row = _final_row(problem, tuner, (train, val, test), plain_seconds, plain_bytes, peak.read())
     headline = {"validation error": row["validation error"], "test error": row["test error"]}
-    if tuner.history:
+    if any("test_error" in row for row in tuner.history):
         from . import plots
 
         plots.draw(record.folder)
@@ -133,6 +136,22 @@ def run(config: Overfit) -> Path:
     if interrupted:
         raise KeyboardInterrupt
     return record.folder
+
+
+def _checked(config: Overfit) -> torch.device:
+    """The device; raises for options that cannot be run, before anything is written."""
+    for name in ("steps", "weight_steps", "train_size", "val_size", "weight_rate", "hyper_rate"):
+        if not getattr(config, name) > 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be positive; got {getattr(config, name)}.")
+    if config.threads < 0:
+        raise ArgumentError(f"--threads must be ≥ 0; got {config.threads}.")
+    try:
+        return torch.empty(0, device=config.device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(
+            f"--device must name a device that is here; got {config.device!r}: {reason}"
+        ) from error
 
 
 def _maker(config: Overfit, images: data.Images, device: torch.device) -> Callable[[], Problem]:

@@ -27,7 +27,10 @@ def draw(folder: Path) -> list[Path]:
 
 def _overfit(folder: Path, config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Path]:
     """Training, validation and test error against hyper-steps: the paper's figure 5."""
-    measured = [row for row in rows if "train_error" in row]
+    keys = {"hyper_step", "train_error", "val_error", "test_error"}
+    measured = [row for row in rows if keys <= row.keys()]
+    if not measured:
+        raise ArgumentError(f"{folder} must hold rows with errors to draw; it has none. Has the run begun?")
     steps = [row["hyper_step"] for row in measured]
     figure, axes = plt.subplots(figsize=(6.0, 3.8), layout="constrained")
     curves = (
@@ -45,7 +48,9 @@ def _overfit(folder: Path, config: dict[str, Any], rows: Sequence[dict[str, Any]
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    axes.set_title(f"{config['model']} on {config['data']}, a weight decay for each weight", fontsize=10)
+    axes.set_title(
+        f"{config.get('model')} on {config.get('data')}, a weight decay for each weight", fontsize=10
+    )
     path = folder / "errors.png"
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from ..callbacks import to_json
 from ..errors import ArgumentError
 
 
@@ -24,18 +25,24 @@ class Run:
         folder: where to write; it is made.
         experiment: the experiment's name, which `bestresponse plot` reads.
         config: a dataclass, written to ``config.json``.
+        figures: the names of the figures that will be drawn.
+
+    Raises:
+        ArgumentError: the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: Path, experiment: str, config: Any) -> None:
+    def __init__(self, folder: Path, experiment: str, config: Any, figures: Sequence[str] = ()) -> None:
         self.folder = folder
         self._began = time.perf_counter()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ArgumentError(f"--out must name a folder; got the file {folder}. Name another.") from error
-        for name in ("metrics.jsonl", "result.json"):
-            (folder / name).unlink(missing_ok=True)
-        write_whole(folder / "config.json", {"experiment": experiment, **as_json(config)})
+            for name in ("metrics.jsonl", "result.json", *figures):
+                (folder / name).unlink(missing_ok=True)
+            write_whole(folder / "config.json", {"experiment": experiment, **as_json(config)})
+        except OSError as error:
+            raise ArgumentError(
+                f"--out must name a folder that can be written to; got {folder}: {error.strerror}. Name another."
+            ) from error
 
     @property
     def metrics(self) -> Path:
@@ -69,7 +76,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ArgumentError(f"{folder} must be the folder of a run; it has no config.json. Name another.")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        config = None
+    if not isinstance(config, dict):
+        raise ArgumentError(
+            f"{path} must hold the configuration of a run as JSON; it does not. Run it again."
+        )
     return config
 
 
@@ -78,15 +92,17 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise ArgumentError(f"{path.parent} must hold rows; it has no {path.name}. Has the run begun?")
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            yield json.loads(line)
+            row = json.loads(line)
         except json.JSONDecodeError:
             return
+        if isinstance(row, dict):
+            yield row
 
 
 def write_whole(path: Path, value: Any) -> None:
     """Write JSON so that the file is either the old one or the new one, and never a part."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -23,7 +23,7 @@ class WeightDecay(nn.Module):
     Args:
         model: whose trainable parameters are decayed.
         per: what shares a rate: "global" all weights, "tensor" a parameter tensor's, "weight" none.
-        power: p ≥ 1; 2 is the usual decay, 1 the lasso.
+        power: p ≥ 1; 2 is the usual decay, 1 the lasso. Between them |w| is smoothed at zero, over 1e-6.
         initial: the decay exp(λ) to begin with.
         minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
         exclude: patterns of parameter names to leave out, as in ``["*.bias", "norm*"]``.
@@ -79,13 +79,9 @@ class WeightDecay(nn.Module):
 
     @torch.no_grad()
     def curvature_diagonal(self, model: nn.Module) -> dict[str, Tensor]:
-        """∂²Ω/∂w_i² = (p − 1) exp(λ_i) |w_i|^(p−2), by weight."""
-        if self.power == 2:
-            return {name: rate.exp().expand(w.shape) for name, (w, rate) in self._pairs(model).items()}
-        return {
-            name: (self.power - 1) * rate.exp() * w.abs().pow(self.power - 2) if self.power > 1 else 0 * w
-            for name, (w, rate) in self._pairs(model).items()
-        }
+        """∂²Ω/∂w_i² = (p − 1) exp(λ_i) |w_i|^(p−2), by weight; exact, since Ω has no mixed derivatives."""
+        pairs = self._pairs(model)
+        return {name: rate.exp() * _bend(w, self.power) for name, (w, rate) in pairs.items()}
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -139,7 +135,7 @@ class WeightDecay(nn.Module):
 
 
 def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
-    """(1/p) Σ exp(rate) |w|ᵖ for one tensor, at half the passes and a fifth of the graph of plain operations.
+    """(1/p) Σ exp(rate) |w|ᵖ for one tensor, with a graph that holds the two tensors and no more.
 
     Its two gradients are two nodes, each of which sees one of the tensors as its input and takes the other
     from a box. So autograd leaves out the one that is not asked for, which it can't do inside a node.
@@ -149,6 +145,36 @@ def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
     return of_weights + of_rates
 
 
+# Below p = 2 the curvature is infinite at a weight of zero. There |w| stands for √(w² + ε²), with this ε.
+_SMALL = 1e-6
+
+
+def _power(w: Tensor, p: float) -> Tensor:
+    """|w|ᵖ, smoothed at zero for 1 < p < 2."""
+    if p == 2:
+        return w.square()
+    return (w.square() + _SMALL**2).pow(p / 2) if 1 < p < 2 else w.abs().pow(p)
+
+
+def _slope(w: Tensor, p: float) -> Tensor:
+    """∂/∂w of |w|ᵖ / p."""
+    if p == 2:
+        return w
+    return w * (w.square() + _SMALL**2).pow(p / 2 - 1) if 1 < p < 2 else w.abs().pow(p - 1) * w.sign()
+
+
+def _bend(w: Tensor, p: float) -> Tensor:
+    """∂²/∂w² of |w|ᵖ / p."""
+    if p == 2:
+        return torch.ones_like(w)
+    if p == 1:
+        return torch.zeros_like(w)
+    if p > 2:
+        return (p - 1) * w.abs().pow(p - 2)
+    smooth = w.square() + _SMALL**2
+    return smooth.pow(p / 2 - 1) + (p - 2) * w.square() * smooth.pow(p / 2 - 2)
+
+
 class _ToWeights(torch.autograd.Function):
     """The value, and ∂/∂w = exp(rate) |w|^(p−1) sign w."""
 
@@ -156,17 +182,15 @@ class _ToWeights(torch.autograd.Function):
     def forward(ctx: Any, w: Tensor, box: tuple[Tensor], power: float) -> Tensor:
         ctx.save_for_backward(w)
         ctx.box, ctx.power = box, power
-        magnitude = w.square() if power == 2 else w.abs().pow(power)
-        return magnitude.mul_(box[0].exp()).sum() / power
+        decays = box[0].exp()
+        whole = decays.shape == w.shape
+        return (decays.mul_(_power(w, power)) if whole else decays * _power(w, power)).sum() / power
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (w,) = ctx.saved_tensors
         (rate,) = ctx.box
-        slope = w if ctx.power == 2 else w.abs().pow(ctx.power - 1) * w.sign()
-        if torch.is_grad_enabled():
-            return rate.exp() * slope * grad, None, None
-        return (rate.exp() * slope).mul_(grad), None, None
+        return rate.exp() * _slope(w, ctx.power) * grad, None, None
 
 
 class _ToRates(torch.autograd.Function):
@@ -182,8 +206,8 @@ class _ToRates(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rate,) = ctx.saved_tensors
         (w,) = ctx.box
-        magnitude = w.square() if ctx.power == 2 else w.abs().pow(ctx.power)
-        return (rate.exp() * magnitude * (grad / ctx.power)).sum_to_size(rate.shape), None, None
+        whole = rate.exp() * _power(w, ctx.power) * (grad / ctx.power)
+        return whole.sum_to_size(rate.shape), None, None
 
 
 def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -203,7 +227,9 @@ def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Paramete
 
 
 def _full(shape: Sequence[int], value: float, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.full(tuple(shape), value, dtype=like.dtype, device=like.device))
+    # In half precision a step of an optimiser would be lost in the spacing of the logarithms.
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return nn.Parameter(torch.full(tuple(shape), value, dtype=dtype, device=like.device))
 
 
 def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:

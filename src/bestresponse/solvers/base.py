@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from torch import Tensor
-
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, ArgumentTypeError
 
 Product = Callable[[Tree], Tree]
+
+_SPOILED = 10.0
 
 
 class Status(StrEnum):
@@ -151,8 +151,10 @@ class Solver(ABC):
         Args:
             A: maps a dict of tensors v to the product A v, of the same layout.
             b: the right-hand side, a dict of tensors.
-            start: a first guess. Its residual costs one product; where that is not below the residual
-                of zero, the guess is dropped.
+            start: a first guess. Its residual costs one product. A guess x that is spoiled is dropped:
+                where xᵀ(A + δI)x ≤ 0, or the residual is above ten times that of zero. (One between one
+                and ten times is kept: with a batch of its own for each solve, a good guess is the mean of
+                earlier solutions, and its residual on one batch is nearly always above that of zero.)
             memory: `Solution.memory` of an earlier solve with this solver.
             diagonal: an estimate of A's diagonal, or of its known part, with entries ≥ 0.
 
@@ -179,7 +181,8 @@ class Solver(ABC):
             if ratio == 0.0:
                 report = Report(Status.CONVERGED, counted.products, 0, 0.0, warm=True)
                 return Solution(_tree.copy(start), report, memory)
-            if not ratio < 1.0:
+            along = _tree.dot(start, b) - _tree.dot(start, remaining)
+            if not (ratio <= _SPOILED and along > 0.0):
                 start, remaining, ratio = None, None, 1.0
         scale = size * ratio
         unit = _tree.scale(b, 1.0 / scale) if remaining is None else _tree.scale_(remaining, 1.0 / scale)
@@ -241,6 +244,8 @@ def require_number(name: str, value: object) -> None:
         )
 
 
-def is_tree(value: object) -> bool:
-    """Whether a value is a dict of tensors."""
-    return isinstance(value, dict) and all(isinstance(x, Tensor) for x in value.values())
+def require_integer(name: str, value: object, minimum: int) -> None:
+    """Raise for a solver's argument that is no integer ≥ minimum."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an integer ≥ {minimum}; got {value!r}. Pass a Python int.")
+    require(value >= minimum, name, f"an integer ≥ {minimum}", value)

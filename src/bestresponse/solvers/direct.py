@@ -1,5 +1,6 @@
 """The two ends: the inverse taken as the identity, and the dense inverse."""
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, BestResponseWarning
-from .base import Product, Report, Solution, Solver, Status, System, require, require_number
+from .base import Product, Report, Solution, Solver, Status, System, require, require_integer, require_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +31,10 @@ class Identity(Solver):
 class Exact(Solver):
     """x = (A + δI)⁻¹ b from the dense A, one product a column; for small systems and for tests.
 
-    The matrix is made symmetric and taken apart by eigenvalues in float64. Eigenvalues within n ε of
-    zero, relative to the largest, are left out: a singular system gets the least-squares solution of
-    smallest norm, and a warning that names the rank.
+    The matrix is made symmetric and taken apart by eigenvalues in float64. Eigenvalues within rounding
+    of zero (4 ε √n of the largest) are left out: a singular system gets the least-squares solution of
+    smallest norm, and a warning that names the rank. Where that leaves more than a thousandth of the
+    right-hand side, since there is no solution or A is not symmetric, the status is *diverged*.
 
     Args:
         damping: δ ≥ 0.
@@ -47,7 +49,8 @@ class Exact(Solver):
 
     def __post_init__(self) -> None:
         require_number("Exact.damping", self.damping)
-        require(self.damping >= 0, "Exact.damping", "≥ 0", self.damping)
+        require(0 <= self.damping < math.inf, "Exact.damping", "≥ 0 and finite", self.damping)
+        require_integer("Exact.limit", self.limit, 1)
 
     def shift(self, memory: object) -> float:
         return self.damping
@@ -63,11 +66,10 @@ class Exact(Solver):
         if not bool(torch.isfinite(matrix := dense(system.A, system.b)).all()):
             zero = _tree.zeros_like(system.b)
             return Solution(zero, Report(Status.NOT_FINITE, products=n, steps=0, residual=1.0))
-        matrix = (matrix + matrix.T) / 2
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
         damped = values + self.damping
-        precision = torch.finfo(flat_b.dtype).eps
-        kept = damped.abs() > n * precision * damped.abs().max()
+        precision = min(torch.finfo(flat_b.dtype).eps, torch.finfo(torch.float32).eps)
+        kept = damped.abs() > 4.0 * precision * n**0.5 * damped.abs().max()
         rank = int(kept.sum())
         b = flat_b.double()
         inverse = torch.where(kept, 1.0 / torch.where(kept, damped, 1.0), 0.0)
@@ -81,11 +83,12 @@ class Exact(Solver):
                 BestResponseWarning,
                 stacklevel=2,
             )
+        residual = float(torch.linalg.vector_norm(b - matrix @ x - self.damping * x))
         report = Report(
-            Status.CONVERGED,
+            Status.CONVERGED if residual <= 1e-3 else Status.DIVERGED,
             products=n,
             steps=1,
-            residual=float(torch.linalg.vector_norm(b - matrix @ x - self.damping * x)),
+            residual=residual,
             damping=self.damping or None,
             curvature=(float(values[0]), float(values[-1])),
             detail=detail,

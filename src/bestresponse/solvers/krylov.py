@@ -9,9 +9,11 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import Product, Report, Solution, Solver, Status, System, require, require_number
+from .base import Product, Report, Solution, Solver, Status, System, require, require_integer, require_number
 
 _CHECK_EVERY = 10
+# The residual of a good iterate may exceed that of zero on an ill-conditioned system, but not by this much.
+_RUNAWAY = 10.0
 _FIRST_DAMPING = 1e-4
 _RAISE = 10.0
 _RAISES = 5
@@ -23,8 +25,9 @@ class ConjugateGradient(Solver):
 
     It stops when ‖b − (A + δI) x‖ ≤ tolerance · ‖b‖, at ``max_steps``, or at the first direction p
     with pᵀ(A + δI)p ≤ 0, where the method has no meaning: then it returns the best iterate by residual
-    with the status *negative curvature*. Every ten steps the residual is computed anew, which costs a
-    product and counts as one.
+    with the status *negative curvature*. At the step limit the last iterate is returned, unless its
+    residual is above ten times that of zero, which is *diverged*, with the best iterate. Every ten
+    steps the residual is computed anew, which costs a product and counts as one.
 
     Args:
         max_steps: the largest number of steps, one product each; ≥ 1.
@@ -45,13 +48,13 @@ class ConjugateGradient(Solver):
     diagonal: bool = False
 
     def __post_init__(self) -> None:
-        require_number("ConjugateGradient.max_steps", self.max_steps)
-        require(self.max_steps >= 1, "ConjugateGradient.max_steps", "an integer ≥ 1", self.max_steps)
+        require_integer("ConjugateGradient.max_steps", self.max_steps, 1)
         require_number("ConjugateGradient.tolerance", self.tolerance)
         require(self.tolerance >= 0, "ConjugateGradient.tolerance", "≥ 0", self.tolerance)
         if self.damping is not None:
             require_number("ConjugateGradient.damping", self.damping)
-            require(self.damping >= 0, "ConjugateGradient.damping", "≥ 0, or None", self.damping)
+            required = "≥ 0 and finite, or None"
+            require(0 <= self.damping < math.inf, "ConjugateGradient.damping", required, self.damping)
 
     def opening(self) -> Solver:
         return replace(self, max_steps=max(self.max_steps, 20), tolerance=max(self.tolerance, 0.1))
@@ -96,7 +99,7 @@ class ConjugateGradient(Solver):
             product = system.A(p)
             along, square = _tree.dot(p, product), _tree.dot(p, p)
             if damping is None:
-                damping = _FIRST_DAMPING * abs(along) / square
+                damping = _FIRST_DAMPING * abs(along) / square if math.isfinite(along) else 0.0
             curvature = along + damping * square
             if not run.accepts(along, square, damping):
                 break
@@ -112,15 +115,18 @@ class ConjugateGradient(Solver):
             z = precondition(run.r)
             rz, previous = _tree.dot(run.r, z), rz
             p = _tree.add_(_tree.scale_(p, rz / previous), z)
-        return self._finish(run, converged, damping or 0.0)
+        return self._finish(run, system.target, damping or 0.0)
 
     def _chooses_now(self, system: System) -> bool:
         return self.damping is None and "damping" not in system.memory
 
-    def _finish(self, run: "_Run", converged: float, damping: float) -> Solution:
+    def _finish(self, run: "_Run", target: float, damping: float) -> Solution:
+        converged = self.tolerance * target
         status = run.status
         if status is Status.STEP_LIMIT and run.residual <= converged:
             status = Status.CONVERGED
+        elif status is Status.STEP_LIMIT and run.residual > _RUNAWAY * target:
+            status = Status.DIVERGED
         x, residual = (run.best, run.smallest) if status.failed else (run.x, run.residual)
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
         report = Report(status, run.step, run.step, residual, damping=damping or None, curvature=met)

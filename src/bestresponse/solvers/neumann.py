@@ -8,7 +8,7 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import Report, Solution, Solver, Status, System, require, require_number
+from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
 
 # Terms of a convergent series never grow in norm. Those of one that turns slowly (a small negative
 # eigenvalue, say) may grow a little within a few terms and still be what the user asked for.
@@ -46,10 +46,7 @@ class Neumann(Solver):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        require_number("Neumann.terms", self.terms)
-        require(
-            self.terms >= 0 and self.terms == int(self.terms), "Neumann.terms", "an integer ≥ 0", self.terms
-        )
+        require_integer("Neumann.terms", self.terms, 0)
         if self.scale is not None:
             require_number("Neumann.scale", self.scale)
             require(0 < self.scale < math.inf, "Neumann.scale", "positive and finite, or None", self.scale)
@@ -58,8 +55,11 @@ class Neumann(Solver):
         if self.scale is not None:
             return self._series(system, float(self.scale), {})
         top, vector = _largest_curvature(system, system.memory.get("vector"))
+        if not math.isfinite(top):
+            report = Report(Status.NOT_FINITE, 0, 0, 1.0)
+            return Solution(_tree.scale_(system.b, 0.0), report, {})
         memory: dict[str, Any] = {"vector": vector, "top": top}
-        scale = 1.0 / top if 0.0 < top < math.inf else 1.0
+        scale = 1.0 / top if top > 0.0 else 1.0
         solution = self._series(system, scale, memory)
         lowered = 0
         while solution.report.status is Status.DIVERGED and lowered < _LOWERINGS:

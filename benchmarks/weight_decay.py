@@ -1,0 +1,179 @@
+"""A weight decay for each of 101,770 weights, MNIST: validation loss after 600 hyper-steps, by method.
+
+A 784-128-10 network, 1,000 training and 1,000 validation examples, batches of 128 for everything, Adam 1e-3 for
+the weights, RMSprop 1e-2 for the logarithms of the decays (from -8), five weight steps before each hyper-step.
+
+    python benchmarks/weight_decay.py --seeds 3 --threads 1
+
+prints one table, and writes weight_decay.json and weight_decay.png into --out. The folder of MNIST is named by
+--data-dir or BESTRESPONSE_DATA.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bestresponse as br
+from bestresponse.experiments import data
+from bestresponse.experiments.runs import table, versions
+
+Batch = tuple[Tensor, Tensor]
+
+
+def predict(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0])
+
+
+def output_loss(outputs: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(outputs, batch[1])
+
+
+def val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    return output_loss(predict(model, decay, batch), batch)
+
+
+def train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    return val_loss(model, decay, batch) + decay(model)
+
+
+def gauss_newton(decay: nn.Module) -> br.GaussNewton:
+    return br.GaussNewton(predict, output_loss, rest=decay)
+
+
+METHODS: dict[str, Callable[[nn.Module], br.Method]] = {
+    "Neumann, 3 terms (the paper's)": lambda decay: br.Implicit(br.Neumann(3, scale=0.1)),
+    "Neumann, 20 terms": lambda decay: br.Implicit(br.Neumann(20, scale=0.1)),
+    "conjugate gradient, 20 steps, cold": lambda decay: br.Implicit(br.ConjugateGradient(20)),
+    "Implicit()": lambda decay: br.Implicit(),
+    "Implicit(curvature=GaussNewton)": lambda decay: br.Implicit(curvature=gauss_newton(decay)),
+    "the same, 2 steps": lambda decay: br.Implicit(
+        br.ConjugateGradient(2, damping=None), gauss_newton(decay), warm_start=True
+    ),
+}
+
+
+def batches(pair: Batch, generator: torch.Generator) -> torch.utils.data.DataLoader[Any]:
+    """Shuffled batches of 128, the last one smaller."""
+
+    class Shuffled:
+        def __iter__(self) -> Any:
+            order = torch.randperm(len(pair[0]), generator=generator)
+            for rows in torch.split(order, 128):
+                yield pair[0][rows], pair[1][rows]
+
+    return Shuffled()  # type: ignore[return-value]
+
+
+def run(method: str, seed: int, images: data.Images, hyper_steps: int) -> dict[str, Any]:
+    train, val = images.draw(1_000, 1_000, seed=seed)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    decay = br.hyperparameters.WeightDecay(model)
+    problem = br.Problem(model, decay, train_loss, val_loss)
+    curve: list[tuple[float, float]] = []
+    seconds = 0.0
+
+    @torch.no_grad()
+    def measure(tuner: br.Tuner) -> None:
+        if tuner.hyper_step % 20 == 0:
+            curve.append((tuner.hyper_step, float(val_loss(model, decay, val))))
+
+    tuner = br.Tuner(
+        problem,
+        torch.optim.Adam(problem.weights.values(), 1e-3),
+        torch.optim.RMSprop(problem.hyperparameters.values(), 1e-2),
+        METHODS[method](decay),
+        weight_steps=5,
+        seed=seed,
+        callbacks=[measure],
+    )
+    generator = torch.Generator().manual_seed(seed)
+    began = time.process_time()
+    tuner.fit(batches(train, generator), batches(val, generator), hyper_steps)
+    seconds = time.process_time() - began
+    with torch.no_grad():
+        correct = float((model(images.x_test).argmax(1) == images.y_test).float().mean())
+    return {
+        "method": method,
+        "seed": seed,
+        "validation loss": curve[-1][1] if curve else float("nan"),
+        "test accuracy": correct,
+        "seconds": seconds,
+        "products": sum(row.get("products", 0) for row in tuner.history) / len(tuner.history),
+        "failed": sum(row.get("status") not in ("converged", "step limit") for row in tuner.history),
+        "curve": curve,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = next(iter(METHODS))
+    paper = {row["seed"]: row for row in rows if row["method"] == first}
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        against = [paper[row["seed"]] for row in mine if row["seed"] in paper]
+        line: dict[str, Any] = {"method": method}
+        line["validation loss"] = " ".join(f"{row['validation loss']:.4f}" for row in mine)
+        line["test accuracy"] = " ".join(f"{100 * row['test accuracy']:.1f}" for row in mine)
+        line["products"] = sum(row["products"] for row in mine) / len(mine)
+        if against:
+            ratios = [
+                p["validation loss"] / row["validation loss"] for p, row in zip(against, mine, strict=True)
+            ]
+            times = [row["seconds"] / p["seconds"] for p, row in zip(against, mine, strict=True)]
+            line["times below the paper's"] = " ".join(f"{ratio:.1f}" for ratio in ratios)
+            line["time / the paper's"] = sum(times) / len(times)
+        lines.append(line)
+    return lines
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for index, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        for row in (row for row in rows if row["method"] == method):
+            steps, losses = zip(*row["curve"], strict=True)
+            label = method if row["seed"] == 0 else None
+            axes.semilogy(steps, losses, color=f"C{index}", alpha=0.8, linewidth=1.3, label=label)
+    axes.set_xlabel("hyper-steps")
+    axes.set_ylabel("validation loss")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--hyper-steps", type=int, default=600)
+    parser.add_argument("--threads", type=int, default=1, help="processor threads for torch")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="names, or their beginnings")
+    parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=Path("runs/weight_decay"), help="folder to write to")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    images = data.load("mnist", options.data_dir)
+    chosen = [name for name in METHODS if any(name.startswith(given) for given in options.methods)]
+    # Methods in turn within a seed, so that a drift of the machine's speed meets all of them.
+    rows = [run(name, seed, images, options.hyper_steps) for seed in range(options.seeds) for name in chosen]
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = {"rows": rows, "versions": versions()}
+    (options.out / "weight_decay.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(rows, options.out / "weight_decay.png")
+    print(table(summary(rows)))
+    print(f"\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What `Tuner` requires of its optimisers, loaders and counts."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import ArgumentError, ArgumentTypeError
+from .problem import Problem
+
+
+def check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ArgumentError(f"{name} must be an integer ≥ 0; got {value!r}.")
+
+
+def cycle(name: str, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches again and again, each round a new ``iter()``."""
+    if not isinstance(batches, Iterable):
+        raise ArgumentTypeError(
+            f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
+        )
+    if isinstance(batches, Iterator):
+        raise ArgumentError(
+            f"{name} must be a collection that can be gone through again; got the iterator "
+            f"{type(batches).__name__}, which is empty after one epoch. Pass the loader itself, or list(...)."
+        )
+    return _rounds(name, batches)
+
+
+def _rounds(name: str, batches: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ArgumentError(
+                f"{name} must hold at least one batch; got none. Is drop_last dropping all of it?"
+            )
+
+
+def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
+    if not isinstance(problem, Problem):
+        raise ArgumentTypeError(f"Tuner.problem must be a Problem; got {type(problem).__name__}.")
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer) or isinstance(optimizer, type):
+            raise ArgumentTypeError(
+                "the weight optimiser must be a torch optimiser or a function (problem, batch) -> None; "
+                f"got {optimizer!r}."
+            )
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            "the weight optimiser must step without a closure; got LBFGS. Pass a function (problem, batch) -> None "
+            "that calls its step(closure)."
+        )
+    decayed = {g["weight_decay"] for g in optimizer.param_groups if g.get("weight_decay", 0) != 0}
+    if decayed:
+        raise ArgumentError(
+            "the weight optimiser must have weight_decay=0, since its own decay moves the weights but is not in "
+            f"train_loss, which is differentiated; got {sorted(decayed)}. Add the decay to train_loss, where it "
+            "can be tuned too: hyperparameters.WeightDecay."
+        )
+    held = _held(optimizer)
+    tuned = [n for n, p in problem.hyperparameters.items() if id(p) in held]
+    missing = [n for n, w in problem.weights.items() if id(w) not in held]
+    if tuned:
+        raise ArgumentError(
+            f"the weight optimiser must hold weights only; got the hyperparameters {tuned[:5]} too. "
+            "Make it with problem.weights.values()."
+        )
+    if missing:
+        raise ArgumentError(
+            f"the weight optimiser must hold every weight; it lacks {missing[:5]}. Make it with "
+            "problem.weights.values(), or freeze those with requires_grad_(False) before Problem is made."
+        )
+
+
+def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"the hyper-optimiser must be a torch optimiser; got {type(optimizer).__name__}."
+        )
+    held = _held(optimizer)
+    weights = [n for n, w in problem.weights.items() if id(w) in held]
+    missing = [n for n, p in problem.hyperparameters.items() if id(p) not in held]
+    if weights or missing:
+        what = f"the weights {weights[:5]} too" if weights else f"none of {missing[:5]}"
+        raise ArgumentError(
+            f"the hyper-optimiser must hold every hyperparameter and nothing else; got {what}. "
+            "Make it with problem.hyperparameters.values()."
+        )
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

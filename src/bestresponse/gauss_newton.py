@@ -1,0 +1,199 @@
+"""The Gauss-Newton curvature: positive semi-definite where the loss is convex in the model's outputs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from . import _graph
+from ._tree import Tree
+from .curvature import Curvature, Linearisation, reached_weights, warn_of_power_iterations
+from .errors import ArgumentTypeError, EvaluationError
+from .passes import Passes
+
+Predict = Callable[[Any, Any, Any], Any]
+OutputLoss = Callable[[Any, Any], Tensor]
+Rest = Callable[[Any, Any, Any], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class GaussNewton(Curvature):
+    """A = Jᵀ H J + R, with J = ∂outputs/∂w, H = ∂²loss/∂outputs² and R the exact Hessian of ``rest``.
+
+    For train_loss = loss(predict(model, hyper, batch), batch) + rest(model, hyper, batch). Only the
+    curvature is approximated: the mixed term is that of the whole training loss. A is positive
+    semi-definite where loss is convex in the outputs (cross-entropy, squared error) and rest is convex
+    in the weights, and equals the Hessian where predict is linear in them.
+
+    Give ``rest`` where there is one. A module with a ``curvature_diagonal``, such as `WeightDecay`, may
+    be given itself: it is called with the model, and its part of a product is one multiplication. Without
+    ``rest`` it is train_loss − loss(predict(...)), under the same random state: right, at the cost of a
+    Hessian product more for each product.
+
+    Args:
+        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors.
+        loss: (outputs, batch) -> scalar, which may not depend on the weights but through the outputs.
+        rest: (model, hyper, batch) -> scalar, what train_loss adds to the loss of the outputs.
+
+    Raises:
+        EvaluationError: on a problem's first call, loss(predict) + rest differs from train_loss.
+        SecondDerivativeError: an operation of the training loss has no second derivative.
+
+    Reference: Schraudolph (2002); Martens (2010).
+    """
+
+    predict: Predict
+    loss: OutputLoss
+    rest: Rest | nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("predict", "loss"):
+            if not callable(getattr(self, name)):
+                raise ArgumentTypeError(
+                    f"GaussNewton.{name} must be a function; got {getattr(self, name)!r}. "
+                    "It takes predict(model, hyper, batch) and loss(outputs, batch)."
+                )
+        if self.rest is not None and not callable(self.rest):
+            raise ArgumentTypeError(
+                f"GaussNewton.rest must be a function (model, hyper, batch) -> scalar, or None; got {self.rest!r}."
+            )
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        return _OuterProduct(self, passes, batch)
+
+
+class _OuterProduct(Linearisation):
+    """Jᵀ H J by two passes through one graph: Jᵀu is linear in u, so that its derivative along v is J v."""
+
+    def __init__(self, curvature: GaussNewton, passes: Passes, batch: Any) -> None:
+        problem = passes.problem
+        self._hyperparameters = problem.hyperparameters
+        passes.replay()
+        outputs = curvature.predict(problem.model, problem.hyper, batch)
+        self._outputs = _tensors(outputs)
+        fitted = curvature.loss(outputs, batch)
+        rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
+        whole = fitted + rest
+        _compare(curvature, passes, batch, whole)
+        self.reached = _graph.leaves(whole)
+        self.names = reached_weights(problem, self.reached)
+        _graph.inspect_loss(whole)
+        warn_of_power_iterations(problem)
+        self._weights = [problem.weights[n] for n in self.names]
+
+        # H on the outputs alone: the loss again, as a function of leaves with the outputs' values.
+        self._leaves = [x.detach().requires_grad_() for x in self._outputs]
+        again = curvature.loss(_refilled(outputs, iter(self._leaves)), batch)
+        slopes = torch.autograd.grad(again, self._leaves, create_graph=True)
+        self._slopes = _graph.edges({str(i): slope for i, slope in enumerate(slopes)})
+        self._dummies = [torch.zeros_like(x, requires_grad=True) for x in self._outputs]
+        pulled = torch.autograd.grad(
+            self._outputs, self._weights, self._dummies, create_graph=True, allow_unused=True
+        )
+        self._pulled = self._inspected(pulled)
+        # Where rest knows its diagonal, its graph is wanted for the mixed term alone, at the end.
+        self._rest_loss = rest
+        self._rest = self._gradient(rest) if self._rest_diagonal is None else {}
+        self._fitted = self._gradient(fitted) if self._reaches_hyperparameters(fitted) else {}
+
+    def __call__(self, v: Tree) -> Tree:
+        pushed = _filled(_graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
+        named = {str(i): x for i, x in enumerate(pushed)}
+        weighed = _graph.vector_product(self._slopes, self._leaves, named, True)
+        products = torch.autograd.grad(
+            self._outputs,
+            self._weights,
+            _filled(weighed, self._leaves),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        total = dict(zip(self.names, _filled(products, self._weights), strict=True))
+        if self._rest_diagonal is not None:
+            return {
+                n: torch.addcmul(x, self._rest_diagonal[n], v[n]) if n in self._rest_diagonal else x
+                for n, x in total.items()
+            }
+        if self._rest:
+            more = _graph.vector_product(self._rest, self._weights, v, True)
+            total = {n: x if m is None else x + m for (n, x), m in zip(total.items(), more, strict=True)}
+        return total
+
+    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+        inputs = list(self._hyperparameters.values())
+        self._rest = self._rest or self._gradient(self._rest_loss)
+        total: list[Tensor | None] = [None] * len(inputs)
+        for gradient in (self._fitted, self._rest):
+            part = _graph.vector_product(gradient, inputs, v, retain_graph=True)
+            total = [a if b is None else b if a is None else a + b for a, b in zip(total, part, strict=True)]
+        self._outputs, self._slopes, self._pulled, self._rest, self._fitted = [], {}, {}, {}, {}
+        self._rest_loss = torch.zeros(())
+        return dict(zip(self._hyperparameters, total, strict=True))
+
+    def _gradient(self, loss: Tensor) -> dict[str, GradientEdge]:
+        """∂loss/∂w with a graph, for the weights that it reaches."""
+        if not loss.requires_grad:
+            return {}
+        gradient = torch.autograd.grad(loss, self._weights, create_graph=True, allow_unused=True)
+        return self._inspected(gradient)
+
+    def _inspected(self, gradient: Sequence[Tensor | None]) -> dict[str, GradientEdge]:
+        reached = {n: g for n, g in zip(self.names, gradient, strict=True) if g is not None}
+        _graph.inspect_gradient(reached.values())
+        return _graph.edges(reached)
+
+    def _reaches_hyperparameters(self, loss: Tensor) -> bool:
+        reached = _graph.leaves(loss)
+        return any(id(p) in reached for p in self._hyperparameters.values())
+
+
+def _rest(curvature: GaussNewton, passes: Passes, batch: Any, fitted: Tensor) -> tuple[Tensor, Tree | None]:
+    """The value of what is left of the training loss, and the diagonal of its Hessian where it offers one."""
+    problem = passes.problem
+    rest = curvature.rest
+    if rest is None:
+        return passes.train_loss(batch) - fitted, None
+    if hasattr(rest, "curvature_diagonal"):
+        diagonal = dict(rest.curvature_diagonal(problem.model))  # type: ignore[operator]
+        return rest(problem.model), diagonal  # type: ignore[call-arg]
+    return rest(problem.model, problem.hyper, batch), None
+
+
+def _compare(curvature: GaussNewton, passes: Passes, batch: Any, whole: Tensor) -> None:
+    """Raise when the parts do not make up the training loss; once for a problem and curvature."""
+    if curvature.rest is None or not passes.problem.first_time(curvature):
+        return
+    expected, got = float(passes.train_loss(batch).detach()), float(whole.detach())
+    if not abs(got - expected) <= 1e-3 * max(abs(expected), abs(got)) + 1e-6:
+        raise EvaluationError(
+            f"loss(predict(...)) + rest must equal train_loss; got {got:.6g} and {expected:.6g}. "
+            "Give as rest what train_loss adds (a regulariser), or leave rest out."
+        )
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    tensors = list(values) if isinstance(values, Sequence | type({}.values())) else []
+    if not tensors or not all(isinstance(x, Tensor) for x in tensors):
+        raise EvaluationError(
+            "GaussNewton.predict must return a tensor, or a tuple, list or dict of tensors; got "
+            f"{type(outputs).__name__}."
+        )
+    return tensors
+
+
+def _refilled(outputs: Any, tensors: Any) -> Any:
+    """The same structure with other tensors."""
+    if isinstance(outputs, Tensor):
+        return next(tensors)
+    if isinstance(outputs, Mapping):
+        return {key: next(tensors) for key in outputs}
+    return [next(tensors) for _ in outputs]
+
+
+def _filled(values: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if value is None else value for value, x in zip(values, like, strict=True)]
