@@ -85,6 +85,8 @@ def test_figures_are_drawn_again_from_the_files(tmp_path, capsys):
 def test_help_and_unknown_commands(capsys):
     assert cli.main([]) == 0
     assert "reproduce NAME" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == br.__version__
     assert cli.main(["reproduce", "nothing"]) == 2
     assert "no such command: reproduce nothing" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
@@ -102,6 +104,21 @@ def test_errors_are_one_sentence_without_a_traceback(tmp_path, capsys):
     message = capsys.readouterr().err
     assert "MNIST needs the file train-images-idx3-ubyte.gz" in message
     assert "https://" in message
+    out = tmp_path / "kept"
+    run("--steps", 2, "--model", "linear", "--out", out)
+    kept = (out / "result.json").read_text()
+    for option, value in (
+        ("--steps", 0),
+        ("--weight-steps", 0),
+        ("--train-size", -5),
+        ("--weight-rate", -1.0),
+        ("--threads", -1),
+        ("--device", "foo"),
+        ("--terms", -1),
+    ):
+        assert run("--out", out, "--method", "neumann", option, value) == 1
+        assert "must" in capsys.readouterr().err
+        assert (out / "result.json").read_text() == kept
     (tmp_path / "file").write_text("")
     assert run("--steps", 1, "--out", tmp_path / "file") == 1
     assert "--out must name a folder" in capsys.readouterr().err
@@ -303,6 +320,9 @@ def test_a_run_begins_its_folder_anew(tmp_path):
     assert not (tmp_path / "result.json").exists()
     with pytest.raises(br.Error, match="must hold rows"):
         runs.read_rows(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(br.Error, match="must hold the configuration"):
+        plots.draw(tmp_path)
     (tmp_path / "config.json").write_text('{"experiment": "other"}')
     with pytest.raises(br.Error, match="'other'"):
         plots.draw(tmp_path)

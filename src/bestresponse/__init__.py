@@ -12,6 +12,7 @@ from .unrolled import Unrolled
 
 __version__ = "0.1.0"
 
+
 __all__ = [
     "BestResponseWarning",
     "ConjugateGradient",

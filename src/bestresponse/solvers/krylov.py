@@ -162,11 +162,16 @@ class _Run:
             self.status = Status.NOT_FINITE
             return False
         curvature = along / square
-        self.lowest, self.highest = min(self.lowest, curvature), max(self.highest, curvature)
-        if curvature + damping <= self._precision * (self.highest + damping):
-            self.status = Status.NEGATIVE_CURVATURE
-            return False
-        return True
+        earlier = self.lowest
+        self.lowest, self.highest = min(earlier, curvature), max(self.highest, curvature)
+        rounding = self._precision * (self.highest + damping)
+        if earlier + damping <= rounding:
+            # A step was made along a curvature that now shows to be rounding: nothing of it can be trusted.
+            self._kept, self.smallest = _tree.zeros_like(self.x), 1.0
+        elif curvature + damping > rounding:
+            return True
+        self.status = Status.NEGATIVE_CURVATURE
+        return False
 
     def advance(self, p: Tree, step: float) -> None:
         self.step += 1

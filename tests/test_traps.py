@@ -1,0 +1,278 @@
+"""Models and inputs that have led such libraries to wrong answers without a word."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bestresponse as br
+import cases
+from bestresponse import callbacks
+from bestresponse.hyperparameters import WeightDecay
+from bestresponse.testing import check_method
+
+
+def problem_of(model, **decay):
+    decay = WeightDecay(model, **{"initial": 0.3, **decay})
+
+    def loss(model, hyper, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    return br.Problem(model, decay, lambda m, h, b: loss(m, h, b) + h(m), loss)
+
+
+def batch():
+    return torch.randn(12, 3), torch.randn(12, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_weight_norm_whose_second_derivative_torch_gets_wrong(norm):
+    problem = problem_of(nn.Sequential(norm(nn.Linear(3, 3))))
+    b = batch()
+    for method in (br.Implicit(br.Exact()), br.Unrolled(2, 0.1)):
+        with pytest.raises(br.Error, match="weight_norm"):
+            br.hypergradient(problem, b, b, method)
+    br.hypergradient(problem, b, b, br.Implicit(br.Exact(), br.FiniteDifference()))
+
+
+def test_spectral_norm_in_training_mode_warns():
+    problem = problem_of(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))))
+    b = batch()
+    with pytest.warns(br.BestResponseWarning, match="spectral_norm"):
+        br.hypergradient(problem, b, b, br.Implicit(br.Identity()))
+
+
+def test_exact_with_half_precision_weights_is_not_zero():
+    problem = problem_of(nn.Linear(20, 10).bfloat16())
+    b = torch.randn(64, 20).bfloat16(), torch.randn(64, 10).bfloat16()
+    assert br.hypergradient(problem, b, b, br.Implicit(br.Exact())).norm > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Exact needs an invertible")
+def test_exact_tells_where_there_is_no_solution():
+    skew = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+    zero = torch.zeros(2, 2)
+    for matrix in (skew, zero):
+        report = (
+            br.Exact().solve(lambda v, matrix=matrix: {"x": matrix @ v["x"]}, {"x": torch.ones(2)}).report
+        )
+        assert report.status.failed
+        assert report.residual == pytest.approx(1.0)
+
+
+def test_a_runaway_solve_is_not_a_step_limit():
+    basis, _ = torch.linalg.qr(torch.randn(50, 50, generator=torch.Generator().manual_seed(1)))
+    matrix = (basis[:, 5:] @ torch.diag(torch.linspace(0.5, 1, 45)) @ basis[:, 5:].T).float()
+    solution = br.ConjugateGradient(damping=None).solve(
+        lambda v: {"x": matrix @ v["x"]}, {"x": basis[:, 0].float()}
+    )
+    assert solution.report.status.failed
+    assert float((matrix @ solution.x["x"] - basis[:, 0].float()).norm()) <= 1.0 + 1e-5
+
+
+def test_a_hypergradient_that_is_not_finite_is_an_error_and_stays_out_of_grad():
+    hyper = nn.ParameterDict({"a": nn.Parameter(torch.tensor(0.0))})
+    problem = br.Problem(
+        nn.Linear(3, 3),
+        hyper,
+        lambda m, h, b: F.mse_loss(m(b[0]), b[1]) + m.weight.square().sum() * (0.1 + h["a"].sqrt()),
+        lambda m, h, b: F.mse_loss(m(b[0]), b[1]),
+    )
+    b = batch()
+    with pytest.raises(br.Error, match=r"hypergradient must be finite.*'a'"):
+        br.backward(problem, b, b, br.Implicit())
+    assert hyper["a"].grad is None
+
+
+def test_retrain_uses_the_rate_from_before_a_warmup_scheduler():
+    problem, train, val = cases.network()
+    weights = torch.optim.SGD(problem.weights.values(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(weights, lambda step: min(1.0, step / 5))
+    hyper = torch.optim.Adam(problem.hyperparameters.values(), 0.05)
+    tuner = br.Tuner(problem, weights, hyper, br.Implicit(br.Identity()), weight_scheduler=scheduler)
+    losses = tuner.retrain([train], 10, lambda model: None)
+    assert losses[-1] < losses[0]
+    assert weights.param_groups[0]["lr"] == 0.0
+
+
+def test_weights_replaced_or_frozen_after_the_problem_was_made_are_named():
+    problem, train, val = cases.network()
+    method = br.Implicit(br.Identity())
+    problem.model[0].bias.requires_grad_(False)
+    with pytest.raises(br.Error, match=r"\['0.bias'\] were frozen"):
+        br.hypergradient(problem, train, val, method)
+    problem.model[3] = nn.Linear(4, 2)
+    with pytest.raises(br.Error, match=r"\['3.weight', '3.bias'\] were replaced"):
+        br.hypergradient(problem, train, val, method)
+    tuner = br.Tuner(
+        problem,
+        torch.optim.SGD(problem.weights.values(), 0.1),
+        torch.optim.SGD(problem.hyperparameters.values(), 0.1),
+        method,
+    )
+    with pytest.raises(br.Error, match="were replaced"):
+        tuner.fit([train], [val], 1)
+
+
+def test_rates_of_half_precision_weights_can_move():
+    decay = WeightDecay(nn.Linear(3, 3).bfloat16())
+    optimizer = torch.optim.SGD(decay.parameters(), 1e-3)
+    for parameter in decay.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(float((p.detach() + 8).abs().min()) > 5e-4 for p in decay.parameters())
+
+
+def test_a_hyperparameter_that_only_adds_a_constant_is_named():
+    hyper = nn.ParameterDict({"a": nn.Parameter(torch.tensor(0.0))})
+    loss = lambda m, h, b: F.mse_loss(m(b[0]), b[1])  # noqa: E731
+    problem = br.Problem(nn.Linear(3, 3), hyper, lambda m, h, b: loss(m, h, b) + h["a"], loss)
+    b = batch()
+    with pytest.warns(br.BestResponseWarning, match=r"\['a'\] reach train_loss, but not its gradient"):
+        br.hypergradient(problem, b, b, br.Implicit(br.Exact()))
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.out(self.embed(torch.arange(len(x)) % 5) + x)
+
+
+class Growing(nn.Module):
+    """A cache that grows with the batch, as rotary embeddings keep it."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.length = nn.Linear(3, 3), 4
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        if len(x) > self.length:
+            self.length = len(x)
+            self.register_buffer("cache", torch.ones(len(x)), persistent=False)
+        return self.out(x) * self.cache[: len(x), None]
+
+
+def test_an_embedding_that_renormalises_itself_is_put_back():
+    check_method(br.Implicit(br.Identity()), problem_of(Renormed()), batch(), batch())
+
+
+def test_a_cache_that_grew_stays():
+    problem = problem_of(Growing())
+    b = batch()
+    br.hypergradient(problem, b, b, br.Implicit(br.Exact()))
+    problem.model(b[0])
+    assert len(problem.model.cache) == 12
+
+
+def test_scripted_modules_are_put_back_by_value():
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    problem = problem_of(model)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    b = batch()
+    br.hypergradient(problem, b, b, br.Implicit(br.ConjugateGradient(2, damping=1.0)))
+    assert all(torch.equal(x, before[n]) for n, x in model.named_buffers())
+
+
+def test_a_decay_of_power_between_one_and_two_at_a_zero_weight():
+    model = nn.Linear(3, 3)
+    nn.init.zeros_(model.bias)
+    h = br.hypergradient(problem_of(model, power=1.5), batch(), batch(), br.Implicit(br.Exact()))
+    assert not h.solve.status.failed
+    assert h.norm > 0
+
+
+def test_a_decay_of_a_part_of_the_model_has_no_diagonal_to_offer():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    decay = WeightDecay(model[0], initial=0.1)
+    fit = lambda m, h, b: F.mse_loss(m(b[0]), b[1])  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m[0]), fit)
+    method = br.Implicit(br.ConjugateGradient(3, damping=1.0, diagonal=True))
+    assert br.hypergradient(problem, batch(), batch(), method).norm > 0
+
+
+def test_evaluate_puts_buffers_back_by_value():
+    problem, train, val = cases.network()
+    problem.model.register_buffer("calls", torch.zeros(()))
+
+    def measure(model, hyper):
+        model.calls += 1
+        return {"calls": model.calls}
+
+    tuner = br.Tuner(
+        problem,
+        torch.optim.SGD(problem.weights.values(), 0.1),
+        torch.optim.SGD(problem.hyperparameters.values(), 0.1),
+        br.Implicit(br.Identity()),
+        callbacks=[callbacks.Evaluate(measure)],
+    )
+    tuner.fit([train], [val], 3)
+    assert float(problem.model.calls) == 0.0
+    assert [row["calls"] for row in tuner.history] == [1.0, 1.0, 1.0]
+
+
+def test_every_callback_is_closed_though_one_of_them_fails():
+    closed = []
+
+    class Closing:
+        def __init__(self, name, fails):
+            self.name, self.fails = name, fails
+
+        def __call__(self, tuner):
+            raise ValueError("the run's own error")
+
+        def close(self):
+            closed.append(self.name)
+            if self.fails:
+                raise OSError("disk full")
+
+    problem, train, val = cases.network()
+    tuner = br.Tuner(
+        problem,
+        torch.optim.SGD(problem.weights.values(), 0.1),
+        torch.optim.SGD(problem.hyperparameters.values(), 0.1),
+        br.Implicit(br.Identity()),
+        callbacks=[Closing("a", False), Closing("b", True)],
+    )
+    with pytest.raises(OSError, match="disk full") as caught:
+        tuner.fit([train], [val], 1)
+    assert "the run's own error" in str(caught.value.__context__)
+    assert sorted(closed) == ["a", "b"]
+
+
+@pytest.mark.parametrize("steps", [-1, 2.5, "3"])
+def test_counts_must_be_integers(steps):
+    problem, train, val = cases.network()
+    tuner = br.Tuner(
+        problem,
+        torch.optim.SGD(problem.weights.values(), 0.1),
+        torch.optim.SGD(problem.hyperparameters.values(), 0.1),
+    )
+    with pytest.raises(br.Error, match="hyper_steps must be an integer"):
+        tuner.fit([train], [val], steps)
+    with pytest.raises(br.Error, match="steps must be an integer"):
+        tuner.retrain([train], steps, lambda model: None)
+    with pytest.raises(br.Error, match="seed must be an integer"):
+        br.hypergradient(problem, train, val, br.Implicit(), seed=1.5)
+
+
+def test_lazy_modules_must_have_run_once():
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(br.Error, match="lazy"):
+        br.Problem(lazy, nn.Linear(1, 1), lambda *a: None, lambda *a: None)
+
+
+def test_reused_methods_do_not_warn_of_being_made_anew():
+    problem, train, val = cases.network()
+    for _ in range(2):
+        tuner = br.Tuner(
+            problem,
+            torch.optim.SGD(problem.weights.values(), 0.1),
+            torch.optim.SGD(problem.hyperparameters.values(), 0.1),
+        )
+        tuner.fit([train], [val], 3)
+        del tuner
