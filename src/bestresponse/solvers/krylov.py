@@ -183,7 +183,8 @@ class _Run:
         if self.residual <= self.smallest:
             self.smallest, self._kept = self.residual, None
         elif self._kept is None:
-            self._kept = _tree.add(self.x, p, -step)
+            # The first iterate's predecessor is zero, exactly: a huge step would leave rounding in its place.
+            self._kept = _tree.zeros_like(p) if self.step == 1 else _tree.add(self.x, p, -step)
         if not math.isfinite(self.residual):
             self.status = Status.NOT_FINITE
             return False
