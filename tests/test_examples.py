@@ -1,0 +1,23 @@
+"""Each example runs, and shows what it says."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.set_default_dtype(torch.float32)
+    module.main()
+
+
+def test_loss_weights(capsys):
+    run("loss_weights")
+    shown = capsys.readouterr().out
+    before, after = (float(x) for x in shown.splitlines()[0].removeprefix("validation loss ").split(" → "))
+    assert after < 0.1 * before
