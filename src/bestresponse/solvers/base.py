@@ -172,14 +172,24 @@ class Solver(ABC):
         size = _tree.norm(b)
         if size == 0.0:
             return Solution(_tree.zeros_like(b), Report(Status.CONVERGED, 0, 0, 0.0), dict(memory or {}))
-        counted = Counted(A)
-        memory = dict(memory or {})
+        return self.attempt(Counted(A), b, size, start, dict(memory or {}), diagonal)
+
+    def attempt(
+        self,
+        A: "Counted",
+        b: Tree,
+        size: float,
+        start: Tree | None,
+        memory: dict[str, Any],
+        diagonal: Tree | None,
+    ) -> Solution:
+        """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
         remaining, ratio = None, 1.0
         if start is not None:
-            remaining = _tree.add_(self._product(counted, start, memory), b)
+            remaining = _tree.add_(self._product(A, start, memory), b)
             ratio = _tree.norm(remaining) / size
             if ratio == 0.0:
-                report = Report(Status.CONVERGED, counted.products, 0, 0.0, warm=True)
+                report = Report(Status.CONVERGED, A.products, 0, 0.0, warm=True)
                 return Solution(_tree.copy(start), report, memory)
             along = _tree.dot(start, b) - _tree.dot(start, remaining)
             if not (ratio <= _SPOILED and along > 0.0):
@@ -189,10 +199,10 @@ class Solver(ABC):
 
         def residual(x: Tree, damping: float) -> Tree:
             whole = x if start is None else _tree.add(x, start, 1.0 / scale)
-            left = add_damping(counted(whole), whole, damping)
+            left = add_damping(A(whole), whole, damping)
             return _tree.add(_tree.scale(b, 1.0 / scale), left, -1.0)
 
-        solution = self.iterate(System(counted, unit, residual, 1.0 / ratio, diagonal, memory))
+        solution = self.iterate(System(A, unit, residual, 1.0 / ratio, diagonal, memory))
         del unit
         x = _tree.scale_(solution.x, scale)
         if start is not None:
@@ -200,7 +210,7 @@ class Solver(ABC):
         known = solution.report.residual
         report = replace(
             solution.report,
-            products=counted.products,
+            products=A.products,
             warm=start is not None,
             residual=None if known is None else known * ratio,
         )

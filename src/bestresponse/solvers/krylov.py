@@ -9,7 +9,7 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import Product, Report, Solution, Solver, Status, System, require, require_integer, require_number
+from .base import Counted, Report, Solution, Solver, Status, System, require, require_integer, require_number
 
 _CHECK_EVERY = 10
 # The residual of a good iterate may exceed that of zero on an ill-conditioned system, but not by this much.
@@ -62,29 +62,27 @@ class ConjugateGradient(Solver):
     def shift(self, memory: Mapping[str, Any]) -> float:
         return float(memory.get("damping", 0.0)) if self.damping is None else self.damping
 
-    def solve(
+    def attempt(
         self,
-        A: Product,
+        A: Counted,
         b: Tree,
-        *,
-        start: Tree | None = None,
-        memory: Mapping[str, Any] | None = None,
-        diagonal: Tree | None = None,
+        size: float,
+        start: Tree | None,
+        memory: dict[str, Any],
+        diagonal: Tree | None,
     ) -> Solution:
         if self.damping is not None:
-            return super().solve(A, b, start=start, memory=memory, diagonal=diagonal)
+            return super().attempt(A, b, size, start, memory, diagonal)
         # A start is a solution under the damping that came with it; without that it says nothing.
-        start = start if memory and "damping" in memory else None
-        solution = super().solve(A, b, start=start, memory=memory, diagonal=diagonal)
+        start = start if "damping" in memory else None
+        solution = super().attempt(A, b, size, start, memory, diagonal)
         for _ in range(_RAISES):
             if solution.report.status is not Status.NEGATIVE_CURVATURE:
                 break
-            spent = solution.report.products
             # A start that an indefinite system made is worth nothing to the one with more damping.
-            solution = super().solve(A, b, memory=solution.memory, diagonal=diagonal)
+            solution = super().attempt(A, b, size, None, solution.memory, diagonal)
             detail = "negative curvature was met, and the damping raised"
-            report = replace(solution.report, products=solution.report.products + spent, detail=detail)
-            solution = replace(solution, report=report)
+            solution = replace(solution, report=replace(solution.report, detail=detail))
         return solution
 
     def iterate(self, system: System) -> Solution:
