@@ -128,7 +128,12 @@ def test_errors_are_one_sentence_without_a_traceback(tmp_path, capsys):
 
 def test_an_interrupted_run_ends_with_its_files_whole(tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-c", "from bestresponse.cli import main; raise SystemExit(main())"]
+    # A job in the background inherits an ignored SIGINT, and Python then installs no handler of its own.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from bestresponse.cli import main; raise SystemExit(main())"
+    )
+    command = [sys.executable, "-c", code]
     words = ["reproduce", "overfit", "--steps", "100000", "--threads", "1", "--out", str(out)]
     environment = {**os.environ, "PYTHONUTF8": "1"}
     process = subprocess.Popen(
@@ -144,7 +149,10 @@ def test_an_interrupted_run_ends_with_its_files_whole(tmp_path):
         time.sleep(0.1)
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    try:
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
