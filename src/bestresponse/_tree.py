@@ -16,15 +16,22 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1).to(_wide(x))
+
+
+def _together(scalars: list[Tensor]) -> Tensor:
+    """Scalars of any devices and dtypes as one vector in float64."""
+    first = scalars[0]
+    if any(x.device != first.device or x.dtype != first.dtype for x in scalars):
+        scalars = [x.to(first.device, torch.float64) for x in scalars]
+    return torch.stack(scalars).double()
+
+
 def dot(a: Tree, b: Tree) -> float:
     """The sum of the products of all entries."""
-    if not a:
-        return 0.0
-    parts = []
-    for name, x in a.items():
-        wide = _wide(x)
-        parts.append(torch.dot(x.reshape(-1).to(wide), b[name].reshape(-1).to(wide)).double())
-    return float(torch.stack(parts).sum())
+    parts = [torch.dot(_flat(x), _flat(b[name])) for name, x in a.items()]
+    return float(_together(parts).sum()) if parts else 0.0
 
 
 def norm(a: Tree) -> float:
@@ -41,8 +48,8 @@ def norm(a: Tree) -> float:
 
 
 def _plain_norm(a: Tree) -> float:
-    norms = [torch.linalg.vector_norm(x, dtype=_wide(x)).double() for x in a.values()]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    norms = [torch.linalg.vector_norm(x, dtype=_wide(x)) for x in a.values()]
+    return float(torch.linalg.vector_norm(_together(norms)))
 
 
 def scale(a: Tree, factor: float) -> Tree:
