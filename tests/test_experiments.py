@@ -88,7 +88,10 @@ def test_help_and_unknown_commands(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == br.__version__
     assert cli.main(["reproduce", "nothing"]) == 2
-    assert "no such command: reproduce nothing" in capsys.readouterr().err
+    assert "no experiment 'nothing'; there is overfit" in capsys.readouterr().err
+    assert cli.main(["reproduce"]) == 0
+    assert cli.main(["draw"]) == 2
+    assert "no such command: draw" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         run("--help")
     assert stopped.value.code == 0

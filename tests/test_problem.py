@@ -138,7 +138,7 @@ def test_bad_problems(make, words, kind):
     ("spoil", "words"),
     [
         (lambda x: x.expand(3), r"must return a scalar tensor; got shape \[3\]"),
-        (lambda x: float(x), "must return a scalar tensor; got a float"),
+        (lambda x: float(x), "must return a scalar tensor; got a float. Return the tensor"),
         (lambda x: None, "must return a scalar tensor; got a NoneType"),
         (
             lambda x: x.detach(),

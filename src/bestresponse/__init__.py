@@ -1,6 +1,6 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
-from . import callbacks, hyperparameters, solvers
+from . import callbacks, hyperparameters, solvers, testing
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .errors import BestResponseWarning, Error
 from .gauss_newton import GaussNewton
@@ -39,4 +39,5 @@ __all__ = [
     "hypergradient",
     "hyperparameters",
     "solvers",
+    "testing",
 ]

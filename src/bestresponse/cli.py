@@ -12,7 +12,8 @@ from .errors import Error
 _USAGE = """\
 usage: bestresponse reproduce NAME [options]   run an experiment of the paper; NAME is one of: {names}
        bestresponse plot FOLDER                draw the figures of a run again, from what it has written
-       bestresponse COMMAND --help             every option with its default"""
+       bestresponse COMMAND --help             every option with its default
+       bestresponse --version"""
 
 
 @dataclass
@@ -57,7 +58,11 @@ def _run(words: list[str]) -> int:
             print("\n".join(str(path) for path in plots.draw(plot.folder)))
         case ["--version", *_]:
             print(version("bestresponse"))
-        case [] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
+        case ["reproduce", name, *_] if not name.startswith("-"):
+            known = ", ".join(experiments)
+            print(f"{usage}\n\nbestresponse: no experiment {name!r}; there is {known}.", file=sys.stderr)
+            return 2
+        case [] | ["reproduce"] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
             print(usage)
         case _:
             print(f"{usage}\n\nbestresponse: no such command: {' '.join(words[:2])}", file=sys.stderr)

@@ -125,9 +125,13 @@ def warn_of_failure(problem: Problem, result: Hypergradient) -> None:
 
 def failure(report: Report) -> str:
     """What to say of a solve that failed."""
+    nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
+    used = (
+        "zero is used, so that nothing comes through the weights" if nothing else "its best iterate is used"
+    )
     return (
-        f"the linear solve ended with {report}; its best iterate is used. More damping, another solver "
-        "or curvature, or better trained weights may help."
+        f"the linear solve ended with {report}; {used}. More damping, another solver or curvature, or better "
+        "trained weights may help. (Said once for each status; h.solve and the history tell of every solve.)"
     )
 
 

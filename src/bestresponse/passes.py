@@ -166,8 +166,10 @@ class _Losses(nn.Module):
 def checked_loss(name: str, loss: object) -> Tensor:
     """A loss as a scalar with a graph; raises for anything else."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise EvaluationError(f"{name} must return a scalar tensor; got {got}. Take the mean over the batch.")
+        got = f"a {type(loss).__name__}. Return the tensor itself, without item() or float()"
+        if isinstance(loss, Tensor):
+            got = f"shape {list(loss.shape)}. Take the mean over the batch"
+        raise EvaluationError(f"{name} must return a scalar tensor; got {got}.")
     if not loss.requires_grad:
         raise EvaluationError(
             f"{name} must depend on the weights or hyperparameters by a graph; got a detached value "

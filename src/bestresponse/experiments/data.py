@@ -92,7 +92,8 @@ def _mnist(folder: Path | None) -> Images:
     found = [_find(folder, name, f"{name}.gz", f"{name.replace('-idx', '.idx')}") for name in names]
     for name, path in zip(names, found, strict=True):
         if path is None:
-            raise _missing("MNIST", f"{name}.gz", folder, "https://ossci-datasets.s3.amazonaws.com/mnist/")
+            which = f"{name}.gz (one of its four IDX files, gzipped or not; a mnist.npz will do too)"
+            raise _missing("MNIST", which, folder, "https://ossci-datasets.s3.amazonaws.com/mnist/")
     x_train, y_train, x_test, y_test = (_read_idx(path) for path in found if path is not None)
     return _scaled(x_train, y_train, x_test, y_test)
 
@@ -105,7 +106,8 @@ def _cifar10(folder: Path | None) -> Images:
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
         path = _find(folder, name, f"cifar-10-batches-bin/{name}")
         if path is None:
-            raise _missing("CIFAR-10 (binary version)", f"cifar-10-batches-bin/{name}", folder, where)
+            which = f"cifar-10-batches-bin/{name} (of the unpacked binary version)"
+            raise _missing("CIFAR-10", which, folder, where)
         parts.append(_read_cifar(path))
     train_x, train_y = (np.concatenate(arrays) for arrays in zip(*parts[:-1], strict=True))
     return _scaled(train_x, train_y, *parts[-1])
@@ -124,8 +126,8 @@ def _find(folder: Path | None, *names: str) -> Path | None:
 def _missing(data: str, name: str, folder: Path | None, where: str) -> MissingDataError:
     looked = f"the folder {folder}" if folder else f"no folder: neither --data-dir nor {VARIABLE} is set"
     return MissingDataError(
-        f"{data} needs the file {name}; looked in {looked}. Get it from {where}, unpack it, and name its folder "
-        f"with --data-dir or {VARIABLE}."
+        f"{data} needs the file {name}; looked in {looked}. Get it from {where} and name its folder with "
+        f"--data-dir or {VARIABLE}."
     )
 
 

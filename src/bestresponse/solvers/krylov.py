@@ -127,7 +127,12 @@ class ConjugateGradient(Solver):
             status = Status.DIVERGED
         x, residual = (run.best, run.smallest) if status.failed else (run.x, run.residual)
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
-        report = Report(status, run.step, run.step, residual, damping=damping or None, curvature=met)
+        detail = ""
+        if status is Status.DIVERGED:
+            detail = f"the last residual was {run.residual / target:.2g} times that of zero"
+        report = Report(
+            status, run.step, run.step, residual, damping=damping or None, curvature=met, detail=detail
+        )
         memory: dict[str, Any] = {}
         if self.damping is None and met is not None:
             if status is Status.NEGATIVE_CURVATURE:
