@@ -137,8 +137,9 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
             axes.plot([row["K"] for row in of_case], [row[key] for row in of_case], "o-", label=name)
             axes.set_xlabel("products with the Hessian, K")
             axes.set_ylabel(f"{key.split(' / ')[0]} [training gradients]")
-            axes.set_ylim(bottom=0)
-            axes.grid(alpha=0.25)
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
     panels[0].legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -186,6 +186,7 @@ def test_the_core_needs_no_extra():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_the_default_run_learns_the_validation_set_by_heart(tmp_path):
     assert run("--out", tmp_path / "run") == 0
     row = json.loads((tmp_path / "run" / "result.json").read_text())["rows"][0]
@@ -195,6 +196,7 @@ def test_the_default_run_learns_the_validation_set_by_heart(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the linear solve ended")
 @pytest.mark.parametrize(("name", "test_error"), [("mnist", 0.15), ("cifar10", 0.6)])
 def test_linear_models_overfit_real_data(tmp_path, data_folder, name, test_error):
     rate = 1e-3 if name == "mnist" else 1e-4

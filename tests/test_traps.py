@@ -70,7 +70,7 @@ def test_a_runaway_solve_is_not_a_step_limit():
     # Rounding decides how it ends. A damping that was chosen, δ, makes b / δ the right answer, however large.
     x, report = solution.x["x"], solution.report
     residual = float((matrix @ x + (report.damping or 0.0) * x - basis[:, 0].float()).norm())
-    assert report.status.failed or residual <= 11.0
+    assert report.status.failed or residual <= 101.0
     assert residual <= 1.5 * report.residual + 0.5
 
 

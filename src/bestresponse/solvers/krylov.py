@@ -12,10 +12,11 @@ from .._tree import Tree
 from .base import Counted, Report, Solution, Solver, Status, System, require, require_integer, require_number
 
 _CHECK_EVERY = 10
-# The residual of a good iterate may exceed that of zero on an ill-conditioned system, but not by this much.
-_RUNAWAY = 10.0
+# The residual of a good iterate exceeds that of zero on an ill-conditioned system, but hardly by this much.
+_RUNAWAY = 100.0
 _FIRST_DAMPING = 1e-4
 _RAISE = 10.0
+_UNDERDAMPED = (Status.NEGATIVE_CURVATURE, Status.DIVERGED)
 _RAISES = 5
 
 
@@ -26,7 +27,7 @@ class ConjugateGradient(Solver):
     It stops when ‖b − (A + δI) x‖ ≤ tolerance · ‖b‖, at ``max_steps``, or at the first direction p
     with pᵀ(A + δI)p ≤ 0, where the method has no meaning: then it returns the best iterate by residual
     with the status *negative curvature*. At the step limit the last iterate is returned, unless its
-    residual is above ten times that of zero, which is *diverged*, with the best iterate. Every ten
+    residual is above a hundred times that of zero, which is *diverged*, with the best iterate. Every ten
     steps the residual is computed anew, which costs a product and counts as one.
 
     Args:
@@ -34,8 +35,8 @@ class ConjugateGradient(Solver):
         tolerance: the relative residual to stop at; ≥ 0.
         damping: δ ≥ 0. None chooses it: 1e-4 of the curvature along the first right-hand side, raised
             tenfold (and above the negative curvature that was met) each time a solve meets negative
-            curvature, after which the solve begins again; halved after each solve that meets none, but
-            not below that first value. The report tells it.
+            curvature or diverges, after which the solve begins again; halved after each solve that does
+            neither, but not below that first value. The report tells it.
         diagonal: precondition with the diagonal that the problem knows (a weight decay knows its own),
             where it knows one.
 
@@ -77,11 +78,11 @@ class ConjugateGradient(Solver):
         start = start if "damping" in memory else None
         solution = super().attempt(A, b, size, start, memory, diagonal)
         for _ in range(_RAISES):
-            if solution.report.status is not Status.NEGATIVE_CURVATURE:
+            if solution.report.status not in _UNDERDAMPED:
                 break
             # A start that an indefinite system made is worth nothing to the one with more damping.
             solution = super().attempt(A, b, size, None, solution.memory, diagonal)
-            detail = "negative curvature was met, and the damping raised"
+            detail = "the damping was raised: there was negative curvature, or hardly any"
             solution = replace(solution, report=replace(solution.report, detail=detail))
         return solution
 
@@ -135,7 +136,7 @@ class ConjugateGradient(Solver):
         )
         memory: dict[str, Any] = {}
         if self.damping is None and met is not None:
-            if status is Status.NEGATIVE_CURVATURE:
+            if status in _UNDERDAMPED:
                 memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
             else:
                 memory["damping"] = max(damping / 2.0, _FIRST_DAMPING * run.highest)
