@@ -190,6 +190,16 @@ def test_chosen_damping_is_raised_at_negative_curvature_and_kept():
     assert later.report.damping > 0.1
 
 
+def test_chosen_damping_outlives_a_solve_that_had_nothing_to_do():
+    system = SYSTEMS["definite"]
+    solver = br.ConjugateGradient(20, tolerance=1e-3, damping=None)
+    first = solver.solve(system.product, system.tree)
+    second = solver.solve(system.product, system.tree, start=first.x, memory=first.memory)
+    third = solver.solve(system.product, system.tree, start=second.x, memory=second.memory)
+    assert second.report.products == third.report.products == 1
+    assert third.report.warm
+
+
 def test_diagonal_preconditioner_solves_a_diagonal_system_in_few_steps():
     values = torch.logspace(-6, 2, 9)
     system = SYSTEMS["definite"]

@@ -114,12 +114,13 @@ class ConjugateGradient(Solver):
             z = precondition(run.r)
             rz, previous = _tree.dot(run.r, z), rz
             p = _tree.add_(_tree.scale_(p, rz / previous), z)
-        return self._finish(run, system.target, damping or 0.0)
+        return self._finish(run, system, damping or 0.0)
 
     def _chooses_now(self, system: System) -> bool:
         return self.damping is None and "damping" not in system.memory
 
-    def _finish(self, run: "_Run", target: float, damping: float) -> Solution:
+    def _finish(self, run: "_Run", system: System, damping: float) -> Solution:
+        target = system.target
         converged = self.tolerance * target
         status = run.status
         if status is Status.STEP_LIMIT and run.residual <= converged:
@@ -134,7 +135,7 @@ class ConjugateGradient(Solver):
         report = Report(
             status, run.step, run.step, residual, damping=damping or None, curvature=met, detail=detail
         )
-        memory: dict[str, Any] = {}
+        memory = dict(system.memory)
         if self.damping is None and met is not None:
             if status in _UNDERDAMPED:
                 memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
