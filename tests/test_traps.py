@@ -172,6 +172,7 @@ def test_a_cache_that_grew_stays():
     assert len(problem.model.cache) == 12
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_scripted_modules_are_put_back_by_value():
     model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     problem = problem_of(model)
