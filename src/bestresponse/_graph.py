@@ -64,15 +64,19 @@ def leaves(loss: Tensor, until: Iterable[Tensor] = ()) -> set[int]:
 
 def refuse_reentrant(loss: Tensor) -> None:
     """Raise where autograd.grad cannot see a part of a loss at all."""
-    if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
+    for node in nodes([loss]):
+        _refuse_checkpoint(node)
+
+
+def _refuse_checkpoint(node: Any) -> None:
+    if node.name() == "CheckpointFunctionBackward":
         raise second_derivative_error("re-entrant checkpoint", "its inside is hidden from autograd.grad")
 
 
 def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
     """Raise where the first derivative of a training loss is one that cannot be differentiated."""
     for node in nodes([loss], until):
-        if node.name() == "CheckpointFunctionBackward":
-            raise second_derivative_error("re-entrant checkpoint", "its inside is hidden from autograd.grad")
+        _refuse_checkpoint(node)
         if node.name().startswith("WeightNormInterface"):
             raise second_derivative_error("weight_norm", "torch's second derivative of it is wrong")
         function: Any = getattr(node, "_forward_cls", None)

@@ -186,7 +186,7 @@ class Solver(ABC):
         """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
         remaining, ratio = None, 1.0
         if start is not None:
-            remaining = _tree.add_(self._product(A, start, memory), b)
+            remaining = _tree.add(b, add_damping(A(start), start, self.shift(memory)), -1.0)
             ratio = _tree.norm(remaining) / size
             if ratio == 0.0:
                 report = Report(Status.CONVERGED, A.products, 0, 0.0, warm=True)
@@ -215,12 +215,6 @@ class Solver(ABC):
             residual=None if known is None else known * ratio,
         )
         return Solution(x, report, solution.memory)
-
-    def _product(self, A: Product, start: Tree, memory: Mapping[str, Any]) -> Tree:
-        """−(A + δI) start, in memory of its own."""
-        product = _tree.scale(A(start), -1.0)
-        damping = self.shift(memory)
-        return _tree.add_(product, start, -damping) if damping else product
 
     def shift(self, memory: Mapping[str, Any]) -> float:
         """The damping δ of the system (A + δI) x = b that `iterate` solves."""
