@@ -11,11 +11,11 @@ import bestresponse as br
 SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
-    ["errors", "_tree", "_graph"],
-    ["passes", "problem", "solvers", "hyperparameters"],
-    ["curvature", "gauss_newton"],
+    ["errors", "_tree", "_graph", "_random"],
+    ["batches", "passes", "problem", "solvers", "hyperparameters"],
+    ["curvature", "gauss_newton", "result"],
     ["implicit", "unrolled"],
-    ["callbacks", "_requirements", "tuner"],
+    ["callbacks", "_requirements", "_stream", "checkpoint", "tuner"],
     ["testing"],
     ["experiments"],
     ["cli"],

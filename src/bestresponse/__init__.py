@@ -1,11 +1,13 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
 from . import callbacks, hyperparameters, solvers, testing
+from .batches import Batches
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .errors import BestResponseWarning, Error
 from .gauss_newton import GaussNewton
-from .implicit import Direct, Hypergradient, Implicit, Method, backward, hypergradient
+from .implicit import Direct, Implicit, Method, backward, hypergradient
 from .problem import Problem
+from .result import Hypergradient
 from .solvers import ConjugateGradient, Exact, Identity, Neumann, Solver, Status
 from .tuner import Tuner
 from .unrolled import Unrolled
@@ -14,6 +16,7 @@ __version__ = "0.1.0"
 
 
 __all__ = [
+    "Batches",
     "BestResponseWarning",
     "ConjugateGradient",
     "Curvature",

@@ -1,7 +1,4 @@
-"""What `Tuner` requires of its optimisers, loaders and counts."""
-
-from collections.abc import Iterable, Iterator
-from typing import Any
+"""What `Tuner` requires of its optimisers and counts."""
 
 import torch
 from torch.optim import Optimizer
@@ -13,32 +10,6 @@ from .problem import Problem
 def check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ArgumentError(f"{name} must be an integer ≥ 0; got {value!r}.")
-
-
-def cycle(name: str, batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches again and again, each round a new ``iter()``."""
-    if not isinstance(batches, Iterable):
-        raise ArgumentTypeError(
-            f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
-        )
-    if isinstance(batches, Iterator):
-        raise ArgumentError(
-            f"{name} must be a collection that can be gone through again; got the iterator "
-            f"{type(batches).__name__}, which is empty after one epoch. Pass the loader itself, or list(...)."
-        )
-    return _rounds(name, batches)
-
-
-def _rounds(name: str, batches: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield batch
-        if empty:
-            raise ArgumentError(
-                f"{name} must hold at least one batch; got none. Is drop_last dropping all of it?"
-            )
 
 
 def check_weight_optimizer(problem: Problem, optimizer: object) -> None:

@@ -109,13 +109,20 @@ def same_layout(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def flatten(a: Tree) -> Tensor:
-    """All entries as one vector, in the order of the names."""
-    return torch.cat([x.reshape(-1) for x in a.values()])
+    """All entries as one new vector, in the order of the names, on the device of the first; float32 at least."""
+    device, dtype = next(iter(a.values())).device, vector_dtype(a)
+    return torch.cat([x.detach().reshape(-1).to(device, dtype) for x in a.values()])
+
+
+def vector_dtype(a: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype of `flatten`."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in a.values()) else torch.float32
 
 
 def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Tree:
-    """The inverse of `flatten`: a vector cut into the shapes (and dtypes) of ``like``."""
+    """The inverse of `flatten`: a vector cut into the shapes of ``like``, with its dtypes and devices."""
     pieces: Iterable[Tensor] = torch.split(vector, [x.numel() for x in like.values()])
     return {
-        name: piece.view(x.shape).to(x.dtype) for (name, x), piece in zip(like.items(), pieces, strict=True)
+        name: piece.view(x.shape).to(x.device, x.dtype)
+        for (name, x), piece in zip(like.items(), pieces, strict=True)
     }

@@ -6,6 +6,7 @@ Any function of the tuner will do; it reads ``tuner.history`` and may call ``tun
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -98,6 +99,14 @@ class KeepBest:
         self._model = deepcopy(tuner.problem.model.state_dict())
         self._hyper = deepcopy(tuner.problem.hyper.state_dict())
 
+    def state_dict(self) -> dict[str, Any]:
+        """The best state so far."""
+        return {"row": self.row, "model": self._model, "hyper": self._hyper}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`."""
+        self.row, self._model, self._hyper = state["row"], state["model"], state["hyper"]
+
     def restore(self, tuner: "Tuner") -> None:
         """Put the best state back into the modules.
 
@@ -108,6 +117,26 @@ class KeepBest:
             raise ArgumentError(f"KeepBest needs a row with {self.key!r} before it can restore; got none.")
         tuner.problem.model.load_state_dict(self._model)
         tuner.problem.hyper.load_state_dict(self._hyper)
+
+
+class Checkpoint:
+    """Save the run every few hyper-steps, after all other callbacks; `Tuner.load` goes on from there.
+
+    Args:
+        path: the file; it is replaced, whole at any time.
+        every: hyper-steps between two saves; the last one that `Tuner.fit` was asked for, and one that stops
+            the run, are saved in any case.
+    """
+
+    def __init__(self, path: str | Path, every: int = 1) -> None:
+        if every < 1:
+            raise ArgumentError(f"Checkpoint.every must be an integer ≥ 1; got {every!r}.")
+        self.path, self.every = Path(path), every
+
+    def __call__(self, tuner: "Tuner") -> None:
+        last = tuner.hyper_step == tuner.last_hyper_step or tuner.stopped is not None
+        if last or tuner.hyper_step % self.every == 0:
+            tuner.save(self.path)
 
 
 class EarlyStopping:
@@ -141,6 +170,14 @@ class EarlyStopping:
             best = "nothing" if self._best is None else f"{self._best[self.key]:.4g}"
             tuner.stop(f"{self.key} has not improved on {best} for {self.patience} measurements")
 
+    def state_dict(self) -> dict[str, Any]:
+        """The best row, and how long there was none better."""
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`."""
+        self._best, self._waited = state["best"], state["waited"]
+
     def close(self) -> None:
         """Wait anew when another run begins."""
         self._waited = 0
@@ -150,7 +187,8 @@ class JSONLines:
     """Write each row of the history to a file as it comes, a JSON object a line.
 
     Args:
-        path: the file; rows are appended.
+        path: the file; rows are appended. A run that goes on from a saved state first removes the rows that
+            were written after it was saved.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -162,6 +200,16 @@ class JSONLines:
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(to_json(tuner.history[-1]) + "\n")
         self._file.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long the file is."""
+        return {"bytes": self.path.stat().st_size if self.path.exists() else 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut the file to the length that it had, where it is longer."""
+        self.close()
+        if self.path.exists() and self.path.stat().st_size > state["bytes"]:
+            os.truncate(self.path, state["bytes"])
 
     def close(self) -> None:
         """Close the file; the next row opens it again."""

@@ -5,7 +5,8 @@ term ∂g/∂λ. Both are used as maps of one vector v over the weights: v ↦ A
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from . import _graph, _tree
 from ._tree import Tree
+from .batches import Batches
 from .errors import ArgumentError, EvaluationError
 from .passes import Passes
 from .problem import Problem
@@ -32,21 +34,29 @@ class Linearisation(ABC):
     Attributes:
         names: the weights in the linear system.
         reached: the identities of the leaves that the training loss depends on.
+        detail: what the solve's report should say of it.
     """
 
     names: list[str]
     reached: set[int]
+    detail: str = ""
 
     @abstractmethod
     def __call__(self, v: Tree) -> Tree:
         """A v."""
 
     @abstractmethod
-    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         """V · ∂²L_T/∂w∂λ by hyperparameter, None where λ does not reach the training gradient.
 
-        It is the last call: what the linearisation held is freed.
+        With ``last`` it is the last call: what the linearisation held is freed.
         """
+
+    def in_turn(self) -> Callable[[Tree], Tree]:
+        """Products with the curvature of one batch at a time, each with the next of several."""
+        raise ArgumentError(
+            "a solver with fresh_batches=True needs several training batches; got one. Pass Batches([...])."
+        )
 
 
 class Curvature(ABC):
@@ -123,10 +133,11 @@ class _DoubleBackward(Linearisation):
             for name, w, product in zip(self.names, self._weights, products, strict=True)
         }
 
-    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         inputs = list(self._hyperparameters.values())
-        products = _graph.vector_product(self._graph, inputs, v, retain_graph=False)
-        self._graph = {}
+        products = _graph.vector_product(self._graph, inputs, v, retain_graph=not last)
+        if last:
+            self._graph = {}
         return dict(zip(self._hyperparameters, products, strict=True))
 
 
@@ -155,7 +166,7 @@ class _Difference(Linearisation):
         difference = self._difference(v, self._weights)
         return {n: torch.zeros_like(v[n]) if x is None else x for n, x in difference.items()}
 
-    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         return dict.fromkeys(self._passes.problem.hyperparameters) | self._difference(
             v, self._hyperparameters
         )
@@ -185,6 +196,78 @@ class _Difference(Linearisation):
             with torch.no_grad():
                 for name, w in self._weights.items():
                     w.copy_(kept[name])
+
+
+def linearise(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
+    """The linearised training gradient of one batch, or of the mean over `Batches`."""
+    if isinstance(batch, Batches):
+        return _Mean(curvature, passes, batch)
+    return curvature.linearise(passes, batch)
+
+
+class _Mean(Linearisation):
+    """The weighted mean of the linearisations of several batches, all kept, or one at a time made anew."""
+
+    def __init__(self, curvature: Curvature, passes: Passes, batches: Batches) -> None:
+        self._curvature, self._passes, self._batches = curvature, passes, batches
+        self._parts: list[Linearisation] = []
+        self.reached = set()
+        for number, batch in enumerate(batches):
+            with passes.numbered(number):
+                if batches.recompute:
+                    self.reached |= _graph.leaves(passes.train_loss(batch))
+                else:
+                    self._parts.append(curvature.linearise(passes, batch))
+                    self.reached |= self._parts[-1].reached
+        self.names = reached_weights(passes.problem, self.reached)
+        self.detail = self._parts[0].detail if self._parts else ""
+
+    def __call__(self, v: Tree) -> Tree:
+        total = _tree.zeros_like(v)
+        for number, weight in enumerate(self._batches.weights):
+            self._add_product(total, number, weight, v)
+        return total
+
+    def in_turn(self) -> Callable[[Tree], Tree]:
+        count = 0
+
+        def product(v: Tree) -> Tree:
+            nonlocal count
+            number = count % len(self._batches)
+            count += 1
+            # Over a round the mean of n c_i A_i is Σ c_i A_i.
+            weight = len(self._batches) * self._batches.weights[number]
+            return self._add_product(_tree.zeros_like(v), number, weight, v)
+
+        return product
+
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
+        total: dict[str, Tensor | None] = dict.fromkeys(self._passes.problem.hyperparameters)
+        for number, weight in enumerate(self._batches.weights):
+            with self._part(number) as part:
+                products = part.mixed({name: v[name] for name in part.names}, last or self._batches.recompute)
+            for name, product in products.items():
+                if product is not None:
+                    sofar = total[name]
+                    total[name] = weight * product if sofar is None else sofar.add_(product, alpha=weight)
+        if last:
+            self._parts = []
+        return total
+
+    def _add_product(self, total: Tree, number: int, weight: float, v: Tree) -> Tree:
+        with self._part(number) as part:
+            product = part({name: v[name] for name in part.names})
+        for name, x in product.items():
+            total[name].add_(x, alpha=weight)
+        return total
+
+    @contextmanager
+    def _part(self, number: int) -> Iterator[Linearisation]:
+        with self._passes.numbered(number):
+            if self._parts:
+                yield self._parts[number]
+            else:
+                yield self._curvature.linearise(self._passes, self._batches.batches[number])
 
 
 def reached_weights(problem: Problem, reached: set[int]) -> list[str]:

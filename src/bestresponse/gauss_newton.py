@@ -71,6 +71,8 @@ class _OuterProduct(Linearisation):
     def __init__(self, curvature: GaussNewton, passes: Passes, batch: Any) -> None:
         problem = passes.problem
         self._hyperparameters = problem.hyperparameters
+        if curvature.rest is None:
+            self.detail = "rest by difference: each product costs a Hessian product more; give rest"
         passes.replay()
         outputs = curvature.predict(problem.model, problem.hyper, batch)
         self._outputs = _tensors(outputs)
@@ -121,15 +123,16 @@ class _OuterProduct(Linearisation):
             total = {n: x if m is None else x + m for (n, x), m in zip(total.items(), more, strict=True)}
         return total
 
-    def mixed(self, v: Tree) -> dict[str, Tensor | None]:
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         inputs = list(self._hyperparameters.values())
         self._rest = self._rest or self._gradient(self._rest_loss)
         total: list[Tensor | None] = [None] * len(inputs)
         for gradient in (self._fitted, self._rest):
             part = _graph.vector_product(gradient, inputs, v, retain_graph=True)
             total = [a if b is None else b if a is None else a + b for a, b in zip(total, part, strict=True)]
-        self._outputs, self._slopes, self._pulled, self._rest, self._fitted = [], {}, {}, {}, {}
-        self._rest_loss = torch.zeros(())
+        if last:
+            self._outputs, self._slopes, self._pulled, self._rest, self._fitted = [], {}, {}, {}, {}
+            self._rest_loss = torch.zeros(())
         return dict(zip(self._hyperparameters, total, strict=True))
 
     def _gradient(self, loss: Tensor) -> dict[str, GradientEdge]:

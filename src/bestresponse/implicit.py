@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,41 +10,13 @@ from torch import Tensor
 
 from . import _graph, _tree
 from ._tree import Tree
-from .curvature import Curvature, Hessian, Linearisation
+from .batches import weighted
+from .curvature import Curvature, Hessian, Linearisation, linearise
 from .errors import ArgumentTypeError, EvaluationError
 from .passes import Passes
 from .problem import MethodState, Problem
+from .result import Hypergradient
 from .solvers import ConjugateGradient, Report, Solution, Solver
-
-
-@dataclass(frozen=True)
-class Hypergradient:
-    """dL_V/dλ, the gradient to descend, in its two parts.
-
-    Attributes:
-        total: direct + indirect, by hyperparameter.
-        direct: ∂L_V/∂λ; zero where the validation loss does not depend on λ itself.
-        indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights.
-        val_loss: L_V where the hypergradient was taken.
-        solve: the linear solve's report; None for methods without a solve.
-    """
-
-    total: dict[str, Tensor]
-    direct: dict[str, Tensor]
-    indirect: dict[str, Tensor]
-    val_loss: float
-    solve: Report | None = None
-
-    @property
-    def norm(self) -> float:
-        """The Euclidean norm of `total`."""
-        return _tree.norm(self.total)
-
-    def __repr__(self) -> str:
-        return (
-            f"Hypergradient(norm={self.norm:.4g}, direct={_tree.norm(self.direct):.4g}, "
-            f"indirect={_tree.norm(self.indirect):.4g}, val_loss={self.val_loss:.4g}, solve={self.solve})"
-        )
 
 
 class Method(ABC):
@@ -178,6 +150,8 @@ class Implicit(Method):
         warm_start: whether a call starts from the last solution of the same method object; None means
             True exactly when no solver was given. The first solve of a warm-started conjugate
             gradient runs to a relative residual of 0.1 or 20 steps.
+        estimate_error: whether to estimate the error that the solve leaves in the hypergradient
+            (`Report.hypergradient_error`), at the price of one more mixed product.
 
     Raises:
         ArgumentTypeError: ``solver`` is not a solver, or ``curvature`` not a curvature.
@@ -186,6 +160,7 @@ class Implicit(Method):
     solver: Solver | None = None
     curvature: Curvature = Hessian()
     warm_start: bool | None = None
+    estimate_error: bool = True
 
     def __post_init__(self) -> None:
         if self.warm_start is None:
@@ -208,16 +183,34 @@ class Implicit(Method):
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch)
-        system = self.curvature.linearise(passes, train_batch)
+        system = linearise(self.curvature, passes, train_batch)
         refuse_unreached(problem, direct, system.reached)
         b = {n: val_gradient[n] for n in system.names}
         del val_gradient
         solution = self._solve(problem, system, b)
+        missing = self._missing(system, solution, _tree.norm(b))
         del b
         indirect = {n: None if x is None else -x for n, x in system.mixed(solution.x).items()}
-        result = combine(problem, val_loss, direct, indirect, solution.report)
+        result = combine(problem, val_loss, direct, indirect)
+        size = result.norm
+        report = replace(
+            solution.report,
+            hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
+            detail="; ".join(filter(None, (solution.report.detail, system.detail))),
+        )
         problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
-        return result
+        return replace(result, solve=report)
+
+    def _missing(self, system: Linearisation, solution: Solution, size: float) -> float | None:
+        """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
+
+        A⁻¹ is taken as the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
+        """
+        if not self.estimate_error or solution.residual is None:
+            return None
+        mixed = system.mixed(solution.residual, last=False)
+        of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
+        return of_residual * _tree.norm(solution.x) / size if size > 0.0 else 0.0
 
     def _solve(self, problem: Problem, system: Linearisation, b: Tree) -> Solution:
         assert self.solver is not None
@@ -227,7 +220,8 @@ class Implicit(Method):
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
         solver = self.solver.opening() if self.warm_start and start is None else self.solver
         diagonal = problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) else None
-        return solver.solve(system, b, start=start, memory=state.memory, diagonal=diagonal)
+        products = system.in_turn() if getattr(solver, "fresh_batches", False) else system
+        return solver.solve(products, b, start=start, memory=state.memory, diagonal=diagonal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,21 +245,35 @@ def validation_gradient(
 ) -> tuple[float, Tree, dict[str, Tensor | None]]:
     """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ)."""
     problem = passes.problem
-    loss = passes.val_loss(batch, None if weights is None else dict(weights))
-    _graph.refuse_reentrant(loss)
     at = problem.weights if weights is None else weights
     inputs = [*at.values(), *problem.hyperparameters.values()]
-    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    total: list[Tensor | None] = [None] * len(inputs)
+    value = 0.0
+    # The graph of one batch at a time.
+    for number, (piece, weight) in enumerate(weighted(batch)):
+        with passes.numbered(number):
+            loss = passes.val_loss(piece, None if weights is None else dict(weights))
+        _graph.refuse_reentrant(loss)
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        total = [_plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
+        value += weight * float(loss.detach())
     of_weights = {
-        n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), gradients, strict=False)
+        n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
     }
-    direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, gradients[len(at) :], strict=True))
+    direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, total[len(at) :], strict=True))
     if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
         raise EvaluationError(
             f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
             "Look for sqrt, log or division at zero in it."
         )
-    return float(loss.detach()), of_weights, direct
+    return value, of_weights, direct
+
+
+def _plus(total: Tensor | None, gradient: Tensor | None, weight: float) -> Tensor | None:
+    if gradient is None:
+        return total
+    gradient = gradient if weight == 1.0 else weight * gradient
+    return gradient if total is None else total + gradient
 
 
 def refuse_unreached(

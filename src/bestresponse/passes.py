@@ -1,7 +1,5 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -10,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from . import _graph
+from . import _graph, _random
 from ._tree import Tree
+from .batches import weighted
 from .errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -25,12 +24,14 @@ class Passes:
 
     Buffers, training modes and the random state of every device are put back at the end, also after
     an error. Each pass starts from the same buffers and the same random state, so that all of them see
-    the same dropout masks; with a seed, from an independent draw.
+    the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
+    state of its own.
     """
 
     def __init__(self, problem: "Problem", seed: int | None = None) -> None:
         self.problem = problem
         self._seed = seed
+        self._number = 0
         self._losses = _Losses(problem.model, problem.hyper)
 
     def __enter__(self) -> Self:
@@ -46,15 +47,15 @@ class Passes:
             if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
         ]
         self._by_value = [(x.detach(), x.detach().clone()) for x in changing]
-        self._random = self._replayed = _random_state()
+        self._before = self._replayed = _random.snapshot()
         self._stack = ExitStack()
         self._stack.callback(self._restore)
         with self._stack:
             self._stack.enter_context(torch.inference_mode(False))
             self._stack.enter_context(torch.enable_grad())
             if self._seed is not None:
-                _seed_all(self._seed)
-                self._replayed = _random_state()
+                _random.seed_all(self._seed)
+                self._replayed = _random.snapshot()
             self.replay()
             self._stack = self._stack.pop_all()
         return self
@@ -69,14 +70,33 @@ class Passes:
 
     def train_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
         """L_T at the live weights, or at ``weights`` in their place, as a checked scalar."""
-        return self._run("train_loss", batch, weights)
+        return self._mean("train_loss", batch, weights)
 
     def val_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
         """L_V, likewise, in the mode that the problem asks for."""
         if self.problem.val_mode == "as_is":
-            return self._run("val_loss", batch, weights)
+            return self._mean("val_loss", batch, weights)
         with self.eval_mode():
-            return self._run("val_loss", batch, weights)
+            return self._mean("val_loss", batch, weights)
+
+    @contextmanager
+    def numbered(self, number: int) -> Iterator[None]:
+        """Run passes as those of the batch with this number among several."""
+        try:
+            self._number = number
+            yield
+        finally:
+            self._number = 0
+
+    def _mean(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
+        pieces = weighted(batch)
+        if len(pieces) == 1:
+            return self._run(name, pieces[0][0], weights)
+        losses = []
+        for number, (piece, weight) in enumerate(pieces):
+            with self.numbered(number):
+                losses.append(weight * self._run(name, piece, weights))
+        return torch.stack(losses).sum()
 
     def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
         self.replay()
@@ -103,7 +123,9 @@ class Passes:
                     copies[id(buffer)] = buffer.detach().clone()
                 module._buffers[name] = None if buffer is None else copies[id(buffer)]
         self._copy_back()
-        _set_random_state(self._replayed)
+        _random.restore(self._replayed)
+        if self._number:
+            _random.seed_all(int(torch.randint(2**62, ())) + self._number)
 
     def _restore(self) -> None:
         self._collect()
@@ -112,7 +134,7 @@ class Passes:
         self._copy_back()
         for module, training in self._training.items():
             module.training = training
-        _set_random_state(self._random)
+        _random.restore(self._before)
 
     def _collect(self) -> None:
         """Take over buffers that a pass made or grew: a cache, to which other state of the module belongs."""
@@ -184,35 +206,3 @@ def _refuse_not_finite(name: str, loss: Tensor) -> None:
             f"{name} must be finite; got {float(loss.detach())}. Lower the learning rates, clip the gradients, "
             "or look at the batch."
         )
-
-
-def _accelerators() -> list[tuple[Any, int]]:
-    if not torch.accelerator.is_available():
-        return []
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return [(module, index) for index in range(torch.accelerator.device_count())]
-
-
-def _random_state() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
-    """Setter and arguments for each generator that a loss may draw from."""
-    states: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-        (torch.set_rng_state, (torch.get_rng_state(),)),
-        (random.setstate, (random.getstate(),)),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states.append((numpy.random.set_state, (numpy.random.get_state(),)))
-    for module, index in _accelerators():
-        states.append((module.set_rng_state, (module.get_rng_state(index), index)))
-    return states
-
-
-def _set_random_state(states: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-    for setter, arguments in states:
-        setter(*arguments)
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from . import _tree
-from ._requirements import check_count, check_hyper_optimizer, check_weight_optimizer, cycle
+from . import _random, _tree, checkpoint
+from ._requirements import check_count, check_hyper_optimizer, check_weight_optimizer
+from ._stream import Stream
+from .batches import weighted
+from .callbacks import Checkpoint
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
 from .implicit import (
-    Hypergradient,
     Implicit,
     Method,
     accumulate,
@@ -29,6 +32,7 @@ from .implicit import (
 )
 from .passes import checked_loss
 from .problem import Problem
+from .result import Hypergradient
 
 WeightStep = Callable[[Problem, Any], None]
 Callback = Callable[["Tuner"], None]
@@ -110,6 +114,8 @@ class Tuner:
         self.history: list[dict[str, Any]] = []
         self.hyper_step = self.weight_step = self.last_hyper_step = 0
         self.stopped: str | None = None
+        self.streams: dict[str, Stream] = {}
+        self.resumed: dict[str, Any] | None = None
         self._settings = _settings(weight_optimizer)
 
     def fit(
@@ -119,7 +125,8 @@ class Tuner:
 
         Args:
             train_batches: a loader or a list; it is iterated anew each epoch.
-            val_batches: likewise, for the validation loss.
+            val_batches: likewise, for the validation loss. A second call with the same collections goes on
+                where the first one stopped, in the middle of a round.
             hyper_steps: how many to make, unless a callback stops the run.
 
         Raises:
@@ -129,10 +136,10 @@ class Tuner:
         """
         check_count("hyper_steps", hyper_steps)
         self.problem.check_intact()
-        train, val = cycle("train_batches", train_batches), cycle("val_batches", val_batches)
+        train, val = self._streams(train_batches=train_batches, val_batches=val_batches)
         self.stopped = None
         self.last_hyper_step = self.hyper_step + hyper_steps
-        began = time.perf_counter()
+        began = time.perf_counter() - (self.history[-1]["seconds"] if self.history else 0.0)
         with ExitStack() as stack:
             for callback in self.callbacks:
                 if hasattr(callback, "close"):
@@ -144,9 +151,46 @@ class Tuner:
                 row = self._move_hyperparameters(losses, next(train), next(val))
                 row["seconds"] = time.perf_counter() - began
                 self.history.append(row)
-                for callback in self.callbacks:
+                # What saves the run comes after all that the row may change.
+                for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
                     callback(self)
         return self.history
+
+    def save(self, path: str | Path) -> None:
+        """Write the run into one file, from which `load` goes on as if nothing had happened.
+
+        Weights, buffers, hyperparameters, optimisers, schedulers, what the method remembers, the history, the
+        state of callbacks that have a ``state_dict``, the positions in both collections of batches, and the
+        random state. The file is whole at any time: it is written beside its place and moved there. In the
+        middle of a run, `callbacks.Checkpoint` calls this.
+        """
+        checkpoint.save(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Put everything that `save` wrote back into a tuner that was made in the same way.
+
+        The next `fit` goes on in the middle of the round of batches, with the random state of then. Batches
+        come in the same order from lists, from a DataLoader (its samplers' generators, and those of its
+        dataset, are restored), and from loaders with a ``state_dict``; other collections must come in the same
+        order by themselves, or draw it from torch's, Python's or NumPy's global generators.
+
+        Raises:
+            ArgumentError: the file is no such file, or model, hyperparameters, optimisers or schedulers are
+                not like those of the run that it was saved from.
+        """
+        checkpoint.load(self, path)
+
+    def _streams(self, **collections: Iterable[Any]) -> list[Stream]:
+        """The batches of both collections, each from where the last run left it, if it is the same."""
+        for name, batches in collections.items():
+            if name not in self.streams or self.streams[name].batches is not batches:
+                self.streams[name] = Stream(name, batches)
+        if self.resumed is not None:
+            for name, state in self.resumed["streams"].items():
+                self.streams[name].find(state)
+            _random.restore(self.resumed["random"])
+            self.resumed = None
+        return [self.streams[name] for name in collections]
 
     def stop(self, reason: str) -> None:
         """End the run after the present hyper-step; for callbacks."""
@@ -172,7 +216,7 @@ class Tuner:
             The training loss at each step.
         """
         check_count("steps", steps)
-        stream = cycle("batches", batches)
+        stream = Stream("batches", batches)
         if optimizer is not None:
             check_weight_optimizer(self.problem, optimizer)
         with torch.no_grad():
@@ -196,15 +240,20 @@ class Tuner:
                 return passes.train_loss(batch).detach()
         weights = list(problem.weights.values())
         optimizer.zero_grad(set_to_none=True)
-        loss = checked_loss("train_loss", problem.train_loss(problem.model, problem.hyper, batch))
-        # With inputs, .grad of the hyperparameters stays free of ∂L_T/∂λ, and is not computed.
-        torch.autograd.backward(loss, inputs=weights)
+        losses = []
+        for piece, weight in weighted(batch):
+            loss = weight * checked_loss(
+                "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
+            )
+            # With inputs, .grad of the hyperparameters stays free of ∂L_T/∂λ, and is not computed.
+            torch.autograd.backward(loss, inputs=weights)
+            losses.append(loss.detach())
         if self.clip_weights is not None:
             nn.utils.clip_grad_norm_(weights, self.clip_weights)
         optimizer.step()
         # A gradient that is kept to the next step would lie beside the hypergradient's own vectors.
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return torch.stack(losses).sum()
 
     def _move_hyperparameters(
         self, losses: Sequence[Tensor], train_batch: Any, val_batch: Any
@@ -260,6 +309,7 @@ class Tuner:
             row["status"] = str(result.solve.status)
             row["products"] = result.solve.products
             row["residual"] = result.solve.residual
+            row["hypergradient_error"] = result.solve.hypergradient_error
         return row
 
     def _step_scheduler(self, scheduler: Any, val_loss: float | None = None) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from . import _graph, _tree
 from ._tree import Tree
-from .implicit import Hypergradient, Method, combine, refuse_unreached, validation_gradient
+from .implicit import Method, combine, refuse_unreached, validation_gradient
 from .passes import Passes
+from .result import Hypergradient
 from .solvers.base import require, require_integer, require_number
 
 

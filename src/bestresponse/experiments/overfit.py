@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import callbacks
 from ..errors import ArgumentError
+from ..gauss_newton import GaussNewton
 from ..hyperparameters import WeightDecay
 from ..implicit import Implicit, Method
 from ..problem import Problem
@@ -25,13 +26,16 @@ from . import data, models, runs
 
 Batch = tuple[Tensor, Tensor]
 
-METHODS: dict[str, Callable[[int, float], Method]] = {
-    "implicit": lambda terms, scale: Implicit(),
-    "neumann": lambda terms, scale: Implicit(Neumann(terms, scale)),
-    "neumann-auto": lambda terms, scale: Implicit(Neumann(terms)),
-    "conjugate-gradient": lambda terms, scale: Implicit(ConjugateGradient(terms)),
-    "identity": lambda terms, scale: Implicit(Identity()),
-    "unrolled": lambda terms, scale: Unrolled(terms, scale),
+METHODS: dict[str, Callable[[int, float, nn.Module], Method]] = {
+    "implicit": lambda terms, scale, decay: Implicit(),
+    "gauss-newton": lambda terms, scale, decay: Implicit(
+        curvature=GaussNewton(_predict, _output_loss, rest=decay)
+    ),
+    "neumann": lambda terms, scale, decay: Implicit(Neumann(terms, scale)),
+    "neumann-auto": lambda terms, scale, decay: Implicit(Neumann(terms)),
+    "conjugate-gradient": lambda terms, scale, decay: Implicit(ConjugateGradient(terms)),
+    "identity": lambda terms, scale, decay: Implicit(Identity()),
+    "unrolled": lambda terms, scale, decay: Unrolled(terms, scale),
 }
 
 _CURVE_IMAGES = 1_000
@@ -51,10 +55,11 @@ class Overfit:
     """The data set. digits comes with scikit-learn; the others are read from --data-dir."""
     model: Literal["linear", "mlp", "lenet", "alexnet", "resnet44"] = "mlp"
     """The network. mlp has one hidden layer as wide as the input."""
-    method: Literal["implicit", "neumann", "neumann-auto", "conjugate-gradient", "identity", "unrolled"] = (
-        "implicit"
-    )
-    """How hypergradients are computed. implicit is the recommended one; neumann is the paper's."""
+    method: Literal[
+        "implicit", "gauss-newton", "neumann", "neumann-auto", "conjugate-gradient", "identity", "unrolled"
+    ] = "implicit"
+    """How hypergradients are computed. implicit is the recommended one, on the Hessian; gauss-newton the same on
+    the Gauss-Newton matrix; neumann is the paper's."""
     terms: int = 20
     """Neumann terms, conjugate-gradient steps or unrolled steps, for the methods that have them."""
     scale: float = 0.1
@@ -94,7 +99,6 @@ def run(config: Overfit) -> Path:
     device = _checked(config)
     if config.threads:
         torch.set_num_threads(config.threads)
-    method = METHODS[config.method](config.terms, config.scale)
     images = data.load(config.data, config.data_dir)
     train, val = (
         _to(device, batch) for batch in images.draw(config.train_size, config.val_size, seed=config.seed)
@@ -107,6 +111,7 @@ def run(config: Overfit) -> Path:
     plain_seconds, plain_bytes = _plain_training(make(), train, config)
 
     problem = make()
+    method = METHODS[config.method](config.terms, config.scale, problem.hyper)
     measure = callbacks.Evaluate(
         lambda model, _: _errors(model, train, val, test), max(1, config.steps // 50)
     )
@@ -147,6 +152,7 @@ def _checked(config: Overfit) -> torch.device:
             raise ArgumentError(f"--{name.replace('_', '-')} must be positive; got {getattr(config, name)}.")
     if config.threads < 0:
         raise ArgumentError(f"--threads must be ≥ 0; got {config.threads}.")
+    METHODS[config.method](config.terms, config.scale, nn.Identity())  # raises for terms out of their range
     try:
         return torch.empty(0, device=config.device).device
     except (RuntimeError, AssertionError) as error:
@@ -175,7 +181,16 @@ def _train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
 
 
 def _val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+    return _output_loss(_predict(model, decay, batch), batch)
+
+
+def _predict(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    outputs: Tensor = model(batch[0])
+    return outputs
+
+
+def _output_loss(outputs: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(outputs, batch[1])
 
 
 def _plain_training(problem: Problem, batch: Batch, config: Overfit) -> tuple[float, int | None]:

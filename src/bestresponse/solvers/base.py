@@ -44,7 +44,11 @@ class Report:
         warm: whether the solve started from an earlier solution.
         scale: the step α of a Neumann series.
         damping: the δ in (A + δI) x = b.
-        curvature: the smallest and the largest vᵀA v / vᵀv that the solve met, without damping.
+        curvature: the smallest and the largest curvature that the solve met, without damping: Ritz values
+            of A from conjugate gradient; vᵀA v / vᵀv of its vectors v where it is preconditioned, and from a
+            Neumann series.
+        hypergradient_error: an estimate of ‖h − h*‖ / ‖h*‖, where h* is the hypergradient of the exact
+            solve, which `bestresponse.Implicit` fills in; None where it is not known.
         detail: what happened, in words, where there is something to say.
     """
 
@@ -56,31 +60,43 @@ class Report:
     scale: float | None = None
     damping: float | None = None
     curvature: tuple[float, float] | None = None
+    hypergradient_error: float | None = None
     detail: str = ""
 
-    def __str__(self) -> str:
-        parts = [f"{self.status}", f"{self.products} products"]
-        if self.residual is not None:
-            parts.append(f"relative residual {self.residual:.2g}")
-        parts += [
-            f"{name} {value:.3g}"
-            for name, value in (("scale", self.scale), ("damping", self.damping))
-            if value is not None
+    def lines(self) -> list[tuple[str, str]]:
+        """What there is to tell beside the status, as pairs of name and value."""
+        values: list[tuple[str, str | None]] = [
+            ("products", str(self.products)),
+            ("relative residual", _short(self.residual)),
+            ("estimated error of the hypergradient", _short(self.hypergradient_error)),
+            ("scale", _short(self.scale)),
+            ("damping", _short(self.damping)),
+            ("start", "the last solution" if self.warm else None),
+            ("curvature", "from {:.2g} to {:.2g}".format(*self.curvature) if self.curvature else None),
+            ("note", self.detail or None),
         ]
-        if self.warm:
-            parts.append("warm start")
-        if self.curvature is not None:
-            parts.append("curvature from {:.2g} to {:.2g}".format(*self.curvature))
-        return ", ".join(parts) + (f" ({self.detail})" if self.detail else "")
+        return [(name, value) for name, value in values if value is not None]
+
+    def __str__(self) -> str:
+        return ", ".join([str(self.status), *(f"{name} {value}" for name, value in self.lines())])
+
+
+def _short(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The solution x, the report, and what a later solve of a similar system may start from."""
+    """The solution x, the report, and what a later solve of a similar system may start from.
+
+    Attributes:
+        residual: b − (A + δI) x where the solver has it, as `Report.residual` has its norm; else None.
+    """
 
     x: Tree
     report: Report
     memory: dict[str, Any] = field(default_factory=dict)
+    residual: Tree | None = None
 
 
 @dataclass
@@ -214,7 +230,8 @@ class Solver(ABC):
             warm=start is not None,
             residual=None if known is None else known * ratio,
         )
-        return Solution(x, report, solution.memory)
+        left = None if solution.residual is None else _tree.scale_(solution.residual, scale)
+        return Solution(x, report, solution.memory, left)
 
     def shift(self, memory: Mapping[str, Any]) -> float:
         """The damping δ of the system (A + δI) x = b that `iterate` solves."""

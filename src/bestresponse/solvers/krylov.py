@@ -1,7 +1,7 @@
 """Conjugate gradient, with what published hypergradient libraries leave out."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from .. import _tree
 from .._tree import Tree
 from .base import Counted, Report, Solution, Solver, Status, System, require, require_integer, require_number
+from .preconditioning import Pair, Preconditioner, diagonal_inverse, pair, quasi_newton
 
 _CHECK_EVERY = 10
 # The residual of a good iterate exceeds that of zero on an ill-conditioned system, but hardly by this much.
@@ -37,15 +38,20 @@ class ConjugateGradient(Solver):
             tenfold (and above the negative curvature that was met) each time a solve meets negative
             curvature or diverges, after which the solve begins again; halved after each solve that does
             neither, but not below that first value. The report tells it.
+        recycle: the number r of pairs (p, A p) of earlier solves to keep, 2 r vectors, as a
+            limited-memory quasi-Newton preconditioner; 0 keeps none. It pays where successive systems
+            change little, as with full batches.
         diagonal: precondition with the diagonal that the problem knows (a weight decay knows its own),
-            where it knows one.
+            where it knows one; with ``recycle`` it is the initial matrix.
 
-    Reference: Hestenes and Stiefel (1952); for hypergradients, Pedregosa (2016).
+    Reference: Hestenes and Stiefel (1952); for hypergradients, Pedregosa (2016); for ``recycle``, Morales
+    and Nocedal (2000).
     """
 
     max_steps: int = 20
     tolerance: float = 1e-6
     damping: float | None = 0.0
+    recycle: int = 0
     diagonal: bool = False
 
     def __post_init__(self) -> None:
@@ -56,6 +62,7 @@ class ConjugateGradient(Solver):
             require_number("ConjugateGradient.damping", self.damping)
             required = "≥ 0 and finite, or None"
             require(0 <= self.damping < math.inf, "ConjugateGradient.damping", required, self.damping)
+        require_integer("ConjugateGradient.recycle", self.recycle, 0)
 
     def opening(self) -> Solver:
         return replace(self, max_steps=max(self.max_steps, 20), tolerance=max(self.tolerance, 0.1))
@@ -89,7 +96,7 @@ class ConjugateGradient(Solver):
     def iterate(self, system: System) -> Solution:
         damping = None if self._chooses_now(system) else self.shift(system.memory)
         run = _Run(system.b)
-        precondition = _preconditioner(system.diagonal if self.diagonal else None, damping)
+        precondition = self._preconditioner(system, damping)
         z = precondition(run.r)
         p, rz = _tree.copy(z), _tree.dot(run.r, z)
         del z
@@ -100,9 +107,12 @@ class ConjugateGradient(Solver):
             if damping is None:
                 damping = _FIRST_DAMPING * abs(along) / square if math.isfinite(along) else 0.0
             curvature = along + damping * square
+            run.pivots.append(curvature / rz)
             if not run.accepts(along, square, damping):
                 break
             step = rz / curvature
+            if self.recycle:
+                run.pairs.append(pair(p, product, damping, curvature))
             run.advance(p, step)
             if run.step % _CHECK_EVERY == 0 and run.step < self.max_steps:
                 run.r = system.residual(run.x, damping)
@@ -113,8 +123,18 @@ class ConjugateGradient(Solver):
             del product
             z = precondition(run.r)
             rz, previous = _tree.dot(run.r, z), rz
+            run.ratios.append(rz / previous)
             p = _tree.add_(_tree.scale_(p, rz / previous), z)
         return self._finish(run, system, damping or 0.0)
+
+    def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
+        """The same for the whole solve. A solve that has yet to choose its damping has none."""
+        diagonal = system.diagonal if self.diagonal else None
+        initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
+        pairs = _kept_pairs(system) if self.recycle else []
+        if pairs and damping is not None:
+            return quasi_newton(pairs, initial)
+        return initial or (lambda r: r)
 
     def _chooses_now(self, system: System) -> bool:
         return self.damping is None and "damping" not in system.memory
@@ -129,19 +149,28 @@ class ConjugateGradient(Solver):
             status = Status.DIVERGED
         x, residual = (run.best, run.smallest) if status.failed else (run.x, run.residual)
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
+        ritz = None if self.diagonal or self.recycle else run.ritz_values(damping)
         detail = ""
         if status is Status.DIVERGED:
             detail = f"the last residual was {run.residual / target:.2g} times that of zero"
         report = Report(
-            status, run.step, run.step, residual, damping=damping or None, curvature=met, detail=detail
+            status,
+            run.step,
+            run.step,
+            residual,
+            damping=damping or None,
+            curvature=ritz or met,
+            detail=detail,
         )
         memory = dict(system.memory)
+        if self.recycle and not status.failed:
+            memory["pairs"] = [*_kept_pairs(system), *run.pairs][-self.recycle :]
         if self.damping is None and met is not None:
             if status in _UNDERDAMPED:
                 memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
             else:
                 memory["damping"] = max(damping / 2.0, _FIRST_DAMPING * run.highest)
-        return Solution(x, report, memory)
+        return Solution(x, report, memory, None if status.failed else run.r)
 
 
 class _Run:
@@ -153,6 +182,10 @@ class _Run:
         self.residual = self.smallest = 1.0
         self.lowest, self.highest = math.inf, -math.inf
         self.status = Status.STEP_LIMIT
+        self.pairs: list[Pair] = []
+        # The tridiagonal matrix of the Lanczos process in its factors: 1/α_j and β_j.
+        self.pivots: list[float] = []
+        self.ratios: list[float] = []
         self._kept: Tree | None = None
         self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in b.values())
 
@@ -178,6 +211,23 @@ class _Run:
         self.status = Status.NEGATIVE_CURVATURE
         return False
 
+    def ritz_values(self, damping: float) -> tuple[float, float] | None:
+        """The smallest and largest eigenvalue of A on the Krylov space, from the coefficients of the iteration."""
+        size = len(self.pivots)
+        before = [0.0, *(ratio * pivot for ratio, pivot in zip(self.ratios, self.pivots, strict=False))]
+        diagonal = [pivot + more for pivot, more in zip(self.pivots, before, strict=False)]
+        beside = [math.sqrt(max(b, 0.0)) * p for b, p in zip(self.ratios, self.pivots, strict=False)][
+            : size - 1
+        ]
+        if not size or not all(map(math.isfinite, [*diagonal, *beside])):
+            return None
+        matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+        if beside:
+            off = torch.diag(torch.tensor(beside, dtype=torch.float64), 1)
+            matrix = matrix + off + off.T
+        values = torch.linalg.eigvalsh(matrix)
+        return float(values[0]) - damping, float(values[-1]) - damping
+
     def advance(self, p: Tree, step: float) -> None:
         self.step += 1
         _tree.add_(self.x, p, step)
@@ -196,13 +246,10 @@ class _Run:
         return True
 
 
-def _preconditioner(diagonal: Tree | None, damping: float | None) -> Callable[[Tree], Tree]:
-    """Maps r to M⁻¹ r with M = diag(d) + δ; where there is no damping, the mean of d stands for it.
-
-    A solve that has yet to choose its damping is not preconditioned.
-    """
-    if diagonal is None or damping is None:
-        return lambda r: r
-    shift = damping or sum(float(d.sum()) for d in diagonal.values()) / _tree.size(diagonal) or 1.0
-    inverse = {name: 1.0 / (d.detach() + shift) for name, d in diagonal.items()}
-    return lambda r: {name: x * inverse[name] for name, x in r.items()}
+def _kept_pairs(system: System) -> list[Pair]:
+    """The pairs of earlier solves, unless the weights have changed their number, precision or place."""
+    pairs: list[Pair] = system.memory.get("pairs", [])
+    n, dtype = _tree.size(system.b), _tree.vector_dtype(system.b)
+    device = next(iter(system.b.values())).device
+    fits = all(s.numel() == n and s.dtype == dtype and s.device == device for s, _ in pairs)
+    return pairs if fits else []

@@ -35,15 +35,20 @@ class Neumann(Solver):
         scale: α > 0, the step of the gradient descent that the series stands for. None takes
             1 / λ_max, estimated with eight power-iteration products at first and two each later
             call, from the last estimate's vector and the new right-hand side.
+        fresh_batches: whether each product takes the next batch of the training `Batches` in place of
+            their mean, as LiSSA does: x is then an estimate of A⁻¹b, whose mean over the batches' draw is
+            that of the series. The mixed term is that of all batches.
 
     Raises:
         ArgumentError: terms < 0 or scale ≤ 0.
 
-    Reference: Lorraine, Vicol and Duvenaud (2019), Theorem 2 and Algorithm 3.
+    Reference: Lorraine, Vicol and Duvenaud (2019), Theorem 2 and Algorithm 3; for ``fresh_batches``,
+    Agarwal, Bullins and Hazan (2017).
     """
 
     terms: int = 20
     scale: float | None = None
+    fresh_batches: bool = False
 
     def __post_init__(self) -> None:
         require_integer("Neumann.terms", self.terms, 0)
@@ -71,6 +76,10 @@ class Neumann(Solver):
             detail = f"the scale was lowered {lowered} times, to {scale:.3g}, since the series grew"
             solution = Solution(solution.x, replace(solution.report, detail=detail), memory)
         return solution
+
+    def _residual(self, size: float) -> float | None:
+        """What is known of it: with a matrix of its own for each product there is none."""
+        return None if self.fresh_batches or not self.terms else size
 
     def _series(self, system: System, scale: float, memory: dict[str, Any]) -> Solution:
         """The sum of the terms pʲ = (I − αA)ʲ b; the residual of the sum up to j − 1 is pʲ itself."""
@@ -112,11 +121,13 @@ class Neumann(Solver):
             status,
             products=steps,
             steps=steps,
-            residual=(smallest if status.failed else size) if self.terms else None,
+            residual=self._residual(smallest if status.failed else size),
             scale=scale,
             curvature=(lowest, highest) if lowest <= highest else None,
         )
-        return Solution(_tree.scale_(total, scale), report, memory)
+        # The residual of the sum without its last term, from above where the series converges.
+        left = None if status.failed or self.fresh_batches or not self.terms else term
+        return Solution(_tree.scale_(total, scale), report, memory, left)
 
 
 def _largest_curvature(system: System, vector: Tree | None) -> tuple[float, Tree]:

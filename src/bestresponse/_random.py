@@ -1,0 +1,86 @@
+"""The random state of every generator that a loss or a loader may draw from, as plain data."""
+
+import random
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+
+State = list[tuple[str, Any]]
+
+
+def snapshot() -> State:
+    """The states of torch's, Python's and (where it is loaded) NumPy's global generators, and of every device's."""
+    states: State = [("torch", torch.get_rng_state()), ("random", random.getstate())]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states.append(("numpy", (kind, keys.tolist(), *rest)))
+    for module, index in _accelerators():
+        states.append((f"device {index}", module.get_rng_state(index)))
+    return states
+
+
+def restore(states: State) -> None:
+    """Put a snapshot back; devices that are no longer there are left out."""
+    devices = {f"device {index}": (module, index) for module, index in _accelerators()}
+    for name, state in states:
+        if name == "torch":
+            torch.set_rng_state(state)
+        elif name == "random":
+            random.setstate(state)
+        elif name == "numpy":
+            import_module("numpy").random.set_state(state)
+        elif name in devices:
+            module, index = devices[name]
+            module.set_rng_state(state, index)
+
+
+def seed_all(seed: int) -> None:
+    """Seed every global generator."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def generators(*owners: object) -> dict[str, Any]:
+    """The generators that are attributes of some objects, by place and name."""
+    numpy = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random, *([numpy.random.Generator] if numpy else []))
+    return {
+        f"{place}.{name}": value
+        for place, owner in enumerate(owners)
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if isinstance(value, kinds)
+    }
+
+
+def states_of(own: dict[str, Any]) -> dict[str, Any]:
+    """The states of `generators`."""
+    return {name: _state(generator) for name, generator in own.items()}
+
+
+def set_states(own: dict[str, Any], states: dict[str, Any]) -> None:
+    """Put the states of `generators` back, by name."""
+    for name in own.keys() & states.keys():
+        generator, state = own[name], states[name]
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.bit_generator.state = state
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _accelerators() -> list[tuple[Any, int]]:
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [(module, index) for index in range(torch.accelerator.device_count())]

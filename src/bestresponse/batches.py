@@ -1,0 +1,73 @@
+"""Several batches where one may go."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .errors import ArgumentError, ArgumentTypeError
+
+
+class Batches:
+    """Several batches where one may go: the weighted mean of their losses.
+
+        L(w, λ) = Σ_i c_i L_i(w, λ),   c = weights / Σ weights
+
+    Hypergradients, curvature and mixed term are then those of the mean, to rounding: with micro-batches
+    and their sizes as weights, those of the one large batch. Each batch has dropout masks of its own. As a
+    training batch of `Tuner`, its weight steps accumulate gradients.
+
+    Args:
+        iterable: the batches; they are kept in a list.
+        weights: numbers ≥ 0, one a batch; None weighs all alike. Give the sizes where they differ.
+        recompute: whether the curvature keeps the graphs of all batches (False: the memory of the one large
+            batch) or builds the graph of one at a time anew for each product (True: the memory of one
+            batch, at the price of a training gradient more for each product).
+
+    Raises:
+        ArgumentError: there is no batch, or the weights do not fit.
+    """
+
+    def __init__(
+        self, iterable: Iterable[Any], weights: Iterable[float] | None = None, recompute: bool = False
+    ) -> None:
+        if not isinstance(iterable, Iterable):
+            raise ArgumentTypeError(
+                f"Batches takes a collection of batches; got {type(iterable).__name__}. Pass a list of them."
+            )
+        self.batches: Sequence[Any] = list(iterable)
+        self.recompute = recompute
+        if not self.batches:
+            raise ArgumentError("Batches must hold at least one batch; got none.")
+        if any(isinstance(batch, Batches) for batch in self.batches):
+            raise ArgumentTypeError(
+                "Batches must hold plain batches; got Batches inside. Pass one flat list."
+            )
+        self.weights = _normalised(weights, len(self.batches))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __repr__(self) -> str:
+        return f"Batches({len(self)} batches, recompute={self.recompute})"
+
+
+def weighted(batch: Any) -> list[tuple[Any, float]]:
+    """The plain batches of a batch, each with its weight."""
+    if isinstance(batch, Batches):
+        return list(zip(batch.batches, batch.weights, strict=True))
+    return [(batch, 1.0)]
+
+
+def _normalised(weights: Iterable[float] | None, count: int) -> list[float]:
+    if weights is None:
+        return [1.0 / count] * count
+    numbers = [float(x) for x in weights]
+    total = math.fsum(numbers)
+    if len(numbers) != count or not all(x >= 0 for x in numbers) or not 0.0 < total < math.inf:
+        raise ArgumentError(
+            f"Batches.weights must be {count} numbers ≥ 0, not all zero, one for each batch; got {numbers[:8]}."
+        )
+    return [x / total for x in numbers]

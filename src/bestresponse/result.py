@@ -1,0 +1,60 @@
+"""A hypergradient in its parts, with what is known of it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import _tree
+from .solvers import Report
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Hypergradient:
+    """dL_V/dλ, the gradient to descend, in its two parts.
+
+    Attributes:
+        total: direct + indirect, by hyperparameter.
+        direct: ∂L_V/∂λ; zero where the validation loss does not depend on λ itself.
+        indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights.
+        val_loss: L_V where the hypergradient was taken.
+        solve: the linear solve's report; None for methods without a solve.
+    """
+
+    total: dict[str, Tensor]
+    direct: dict[str, Tensor]
+    indirect: dict[str, Tensor]
+    val_loss: float
+    solve: Report | None = None
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm of `total`."""
+        return _tree.norm(self.total)
+
+    def summary(self) -> None:
+        """Print the norms of the parts, all together and by hyperparameter, and the solve's report."""
+        rows: list[tuple[str, ...]] = [("", "total", "direct", "indirect")]
+        names = list(self.total)
+        for name in names[:_SHOWN]:
+            parts = (part[name] for part in (self.total, self.direct, self.indirect))
+            rows.append((name, *(f"{_tree.norm({name: x}):.4g}" for x in parts)))
+        if len(names) > _SHOWN:
+            rows.append((f"and {len(names) - _SHOWN} more", "", "", ""))
+        whole = (f"{_tree.norm(part):.4g}" for part in (self.total, self.direct, self.indirect))
+        rows.append(("all together", *whole))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print(f"Hypergradient at a validation loss of {self.val_loss:.4g}; norms:")
+        for first, *rest in rows:
+            cells = [x.rjust(width) for x, width in zip(rest, widths[1:], strict=True)]
+            print("  ".join(["", first.ljust(widths[0]), *cells]).rstrip())
+        print("No linear solve." if self.solve is None else f"Solve: {self.solve.status}")
+        for name, value in () if self.solve is None else self.solve.lines():
+            print(f"  {name.ljust(38)}{value}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Hypergradient(norm={self.norm:.4g}, direct={_tree.norm(self.direct):.4g}, "
+            f"indirect={_tree.norm(self.indirect):.4g}, val_loss={self.val_loss:.4g}, solve={self.solve})"
+        )
