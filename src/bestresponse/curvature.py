@@ -199,10 +199,22 @@ class _Difference(Linearisation):
 
 
 def linearise(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
-    """The linearised training gradient of one batch, or of the mean over `Batches`."""
+    """The linearised training gradient of one batch, or of the mean over `Batches`.
+
+    Weights that it does not reach are named once.
+    """
     if isinstance(batch, Batches):
-        return _Mean(curvature, passes, batch)
-    return curvature.linearise(passes, batch)
+        system: Linearisation = _Mean(curvature, passes, batch)
+    else:
+        system = curvature.linearise(passes, batch)
+    missing = passes.problem.weights.keys() - set(system.names)
+    if missing:
+        passes.problem.warn_once(
+            "unreached weights",
+            f"train_loss does not reach the weights {sorted(missing)[:10]}: they have no best response, and are "
+            "left out of the linear system.",
+        )
+    return system
 
 
 class _Mean(Linearisation):
@@ -271,7 +283,7 @@ class _Mean(Linearisation):
 
 
 def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
-    """The weights that the training loss depends on; the others are named once."""
+    """The weights that the training loss depends on."""
     names = [n for n, w in problem.weights.items() if id(w) in reached]
     if not names:
         frozen = [n for n, w in problem.weights.items() if not w.requires_grad]
@@ -279,13 +291,6 @@ def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
         raise EvaluationError(
             f"train_loss must depend on a weight of the model; it reaches none of {list(problem.weights)[:5]}"
             f"{why}. Compute it from the model that is passed in, without detach() or no_grad()."
-        )
-    if len(names) < len(problem.weights):
-        missing = [n for n in problem.weights if n not in set(names)]
-        problem.warn_once(
-            "unreached weights",
-            f"train_loss does not reach the weights {missing[:10]}: they have no best response, and are "
-            "left out of the linear system.",
         )
     return names
 
