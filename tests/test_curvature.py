@@ -77,6 +77,46 @@ def test_gauss_newton_equals_the_dense_matrix(rest, hidden):
     check_curvature(curvature, problem, train, matrix)
 
 
+@pytest.mark.parametrize("shape", [(7,), (2, 3), (2, 2, 2)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("ignored", [0, 1, 2])
+def test_cross_entropy_knows_its_output_hessian(shape, smoothing, ignored):
+    logits = 3 * torch.randn(*shape, 5)
+    targets = torch.randint(5, shape)
+    targets.view(-1)[:ignored] = 99
+    loss = br.losses.CrossEntropy(lambda batch: batch[1], ignore_index=99, label_smoothing=smoothing)
+    expected = F.cross_entropy(
+        logits.view(-1, 5), targets.view(-1), ignore_index=99, label_smoothing=smoothing
+    )
+    assert torch.allclose(loss(logits, (None, targets)), expected)
+    hessian = torch.autograd.functional.hessian(lambda z: loss(z, (None, targets)), logits)
+    u = torch.randn_like(logits)
+    product = loss.output_hessian(logits, (None, targets))(u)
+    dense = (hessian.reshape(u.numel(), u.numel()) @ u.reshape(-1)).view_as(u)
+    assert torch.allclose(product, dense, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_gauss_newton_with_a_closed_output_hessian_equals_the_dense_matrix(rest):
+    problem, train, _ = cases.network()
+    loss = br.losses.CrossEntropy(lambda batch: batch[1])
+    check_curvature(
+        br.GaussNewton(predict, loss, RESTS[rest](problem)),
+        problem,
+        train,
+        dense_gauss_newton(problem, train),
+    )
+
+
+def test_cross_entropy_says_what_does_not_fit():
+    with pytest.raises(br.Error, match="must be a function"):
+        br.losses.CrossEntropy(torch.zeros(3))
+    with pytest.raises(br.Error, match="between 0 and 1"):
+        br.losses.CrossEntropy(lambda batch: batch, label_smoothing=2.0)
+    with pytest.raises(br.Error, match="Put the classes last"):
+        br.losses.CrossEntropy(lambda batch: batch)(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.long))
+
+
 @pytest.mark.parametrize("power", [1.5, 3])
 def test_gauss_newton_with_a_decay_of_another_power(power):
     problem, train, _ = cases.network()

@@ -12,7 +12,7 @@ SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
     ["errors", "_tree", "_graph", "_random"],
-    ["batches", "passes", "problem", "solvers", "hyperparameters"],
+    ["batches", "passes", "problem", "solvers", "hyperparameters", "losses"],
     ["curvature", "gauss_newton", "result"],
     ["implicit", "unrolled"],
     ["callbacks", "_requirements", "_stream", "checkpoint", "tuner"],

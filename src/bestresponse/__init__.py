@@ -1,6 +1,6 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
-from . import callbacks, hyperparameters, solvers, testing
+from . import callbacks, hyperparameters, losses, solvers, testing
 from .batches import Batches
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .errors import BestResponseWarning, Error
@@ -41,6 +41,7 @@ __all__ = [
     "callbacks",
     "hypergradient",
     "hyperparameters",
+    "losses",
     "solvers",
     "testing",
 ]

@@ -35,7 +35,9 @@ class GaussNewton(Curvature):
 
     Args:
         predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors.
-        loss: (outputs, batch) -> scalar, which may not depend on the weights but through the outputs.
+        loss: (outputs, batch) -> scalar, which may not depend on the weights but through the outputs. One
+            with a method ``output_hessian(outputs, batch)`` that returns the map u ↦ H u uses that, as
+            `losses.CrossEntropy` does; for any other H is by autograd.
         rest: (model, hyper, batch) -> scalar, what train_loss adds to the loss of the outputs.
 
     Raises:
@@ -86,11 +88,7 @@ class _OuterProduct(Linearisation):
         warn_of_power_iterations(problem)
         self._weights = [problem.weights[n] for n in self.names]
 
-        # H on the outputs alone: the loss again, as a function of leaves with the outputs' values.
-        self._leaves = [x.detach().requires_grad_() for x in self._outputs]
-        again = curvature.loss(_refilled(outputs, iter(self._leaves)), batch)
-        slopes = torch.autograd.grad(again, self._leaves, create_graph=True)
-        self._slopes = _graph.edges({str(i): slope for i, slope in enumerate(slopes)})
+        self._weigh = _output_hessian(curvature.loss, outputs, self._outputs, batch)
         self._dummies = [torch.zeros_like(x, requires_grad=True) for x in self._outputs]
         pulled = torch.autograd.grad(
             self._outputs, self._weights, self._dummies, create_graph=True, allow_unused=True
@@ -103,12 +101,10 @@ class _OuterProduct(Linearisation):
 
     def __call__(self, v: Tree) -> Tree:
         pushed = _filled(_graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
-        named = {str(i): x for i, x in enumerate(pushed)}
-        weighed = _graph.vector_product(self._slopes, self._leaves, named, True)
         products = torch.autograd.grad(
             self._outputs,
             self._weights,
-            _filled(weighed, self._leaves),
+            self._weigh(pushed),
             retain_graph=True,
             allow_unused=True,
         )
@@ -131,8 +127,8 @@ class _OuterProduct(Linearisation):
             part = _graph.vector_product(gradient, inputs, v, retain_graph=True)
             total = [a if b is None else b if a is None else a + b for a, b in zip(total, part, strict=True)]
         if last:
-            self._outputs, self._slopes, self._pulled, self._rest, self._fitted = [], {}, {}, {}, {}
-            self._rest_loss = torch.zeros(())
+            self._outputs, self._pulled, self._rest, self._fitted = [], {}, {}, {}
+            self._rest_loss, self._weigh = torch.zeros(()), list
         return dict(zip(self._hyperparameters, total, strict=True))
 
     def _gradient(self, loss: Tensor) -> dict[str, GradientEdge]:
@@ -150,6 +146,25 @@ class _OuterProduct(Linearisation):
     def _reaches_hyperparameters(self, loss: Tensor) -> bool:
         reached = _graph.leaves(loss)
         return any(id(p) in reached for p in self._hyperparameters.values())
+
+
+def _output_hessian(
+    loss: Any, outputs: Any, tensors: Sequence[Tensor], batch: Any
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """H, the loss's own where it offers one; else by autograd, of the loss as a function of the outputs alone."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    if hasattr(loss, "output_hessian"):
+        own = loss.output_hessian(_refilled(outputs, iter(x.detach() for x in leaves)), batch)
+        return lambda pushed: _tensors(own(_refilled(outputs, iter(pushed))))
+    again = loss(_refilled(outputs, iter(leaves)), batch)
+    slopes = torch.autograd.grad(again, leaves, create_graph=True)
+    graph = _graph.edges({str(i): slope for i, slope in enumerate(slopes)})
+
+    def product(pushed: list[Tensor]) -> list[Tensor]:
+        named = {str(i): x for i, x in enumerate(pushed)}
+        return _filled(_graph.vector_product(graph, leaves, named, True), leaves)
+
+    return product
 
 
 def _rest(curvature: GaussNewton, passes: Passes, batch: Any, fitted: Tensor) -> tuple[Tensor, Tree | None]:
