@@ -18,6 +18,8 @@ CONVERGENT = [
     br.ConjugateGradient(max_steps=30, tolerance=1e-12, damping=2.0),
     br.ConjugateGradient(max_steps=30, tolerance=1e-12, damping=None),
     br.ConjugateGradient(max_steps=30, tolerance=1e-12, recycle=4),
+    br.ConjugateGradient(max_steps=30, tolerance=1e-12, diagonal="estimate"),
+    br.ConjugateGradient(max_steps=30, tolerance=1e-12, damping=None, recycle=3, diagonal="estimate"),
     br.ConjugateGradient(max_steps=30, tolerance=1e-12, damping=0.1, recycle=20),
     br.Exact(),
     br.Exact(damping=0.1),

@@ -219,7 +219,9 @@ class Implicit(Method):
             problem.meet(self)
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
         solver = self.solver.opening() if self.warm_start and start is None else self.solver
-        diagonal = problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) else None
+        diagonal = (
+            problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) is True else None
+        )
         products = system.in_turn() if getattr(solver, "fresh_batches", False) else system
         return solver.solve(products, b, start=start, memory=state.memory, diagonal=diagonal)
 

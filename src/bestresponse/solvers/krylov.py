@@ -3,14 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from .. import _tree
 from .._tree import Tree
+from ..errors import ArgumentError
 from .base import Counted, Report, Solution, Solver, Status, System, require, require_integer, require_number
-from .preconditioning import Pair, Preconditioner, diagonal_inverse, pair, quasi_newton
+from .preconditioning import Pair, Preconditioner, diagonal_inverse, estimated_diagonal, pair, quasi_newton
 
 _CHECK_EVERY = 10
 # The residual of a good iterate exceeds that of zero on an ill-conditioned system, but hardly by this much.
@@ -42,17 +43,19 @@ class ConjugateGradient(Solver):
             limited-memory quasi-Newton preconditioner; 0 keeps none. It pays where successive systems
             change little, as with full batches.
         diagonal: precondition with the diagonal that the problem knows (a weight decay knows its own),
-            where it knows one; with ``recycle`` it is the initial matrix.
+            where it knows one; or with an "estimate" of A's whole diagonal, which costs eight products at
+            first and one each later call, and is averaged over the last twenty or so. With ``recycle`` it
+            is the initial matrix.
 
     Reference: Hestenes and Stiefel (1952); for hypergradients, Pedregosa (2016); for ``recycle``, Morales
-    and Nocedal (2000).
+    and Nocedal (2000); for the estimate of the diagonal, Bekas, Kokiopoulou and Saad (2007).
     """
 
     max_steps: int = 20
     tolerance: float = 1e-6
     damping: float | None = 0.0
     recycle: int = 0
-    diagonal: bool = False
+    diagonal: bool | Literal["estimate"] = False
 
     def __post_init__(self) -> None:
         require_integer("ConjugateGradient.max_steps", self.max_steps, 1)
@@ -63,6 +66,10 @@ class ConjugateGradient(Solver):
             required = "≥ 0 and finite, or None"
             require(0 <= self.damping < math.inf, "ConjugateGradient.damping", required, self.damping)
         require_integer("ConjugateGradient.recycle", self.recycle, 0)
+        if not isinstance(self.diagonal, bool) and self.diagonal != "estimate":
+            raise ArgumentError(
+                f'ConjugateGradient.diagonal must be True, False or "estimate"; got {self.diagonal!r}.'
+            )
 
     def opening(self) -> Solver:
         return replace(self, max_steps=max(self.max_steps, 20), tolerance=max(self.tolerance, 0.1))
@@ -107,7 +114,7 @@ class ConjugateGradient(Solver):
             if damping is None:
                 damping = _FIRST_DAMPING * abs(along) / square if math.isfinite(along) else 0.0
             curvature = along + damping * square
-            run.pivots.append(curvature / rz)
+            run.pivots.append(curvature / rz if rz else math.inf)
             if not run.accepts(along, square, damping):
                 break
             step = rz / curvature
@@ -128,8 +135,15 @@ class ConjugateGradient(Solver):
         return self._finish(run, system, damping or 0.0)
 
     def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
-        """The same for the whole solve. A solve that has yet to choose its damping has none."""
-        diagonal = system.diagonal if self.diagonal else None
+        """The same for the whole solve. A solve that has yet to choose its damping has none.
+
+        An estimate of the diagonal is refreshed here.
+        """
+        diagonal = system.diagonal if self.diagonal is True else None
+        if self.diagonal == "estimate":
+            estimate = estimated_diagonal(system.A, system.b, system.memory.get("diagonal"))
+            system.memory = {**system.memory, "diagonal": estimate}
+            diagonal = estimate[0]
         initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
         pairs = _kept_pairs(system) if self.recycle else []
         if pairs and damping is not None:
