@@ -1,6 +1,7 @@
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -270,6 +271,54 @@ def test_a_state_of_another_run_is_refused_and_nothing_is_changed(tmp_path):
         make().load(path)
     with pytest.raises(FileNotFoundError):
         make().load(tmp_path / "none")
+
+
+class Odd:
+    """A callback whose state is no plain data."""
+
+    def __call__(self, tuner):
+        tuner.history[-1]["numpy"] = np.float32(1.5)
+        tuner.history[-1]["object"] = Odd
+
+    def state_dict(self):
+        return {"what": Odd}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path):
+    path = tmp_path / "run.pt"
+    make().save(path)
+    before = path.read_bytes()
+    tuner = make(more=[Odd()])
+    tuner.fit(split_list(), split_list(), 1)
+    with pytest.raises(br.Error, match="states of tensors and plain data"):
+        tuner.save(path)
+    assert path.read_bytes() == before
+    tuner.callbacks.clear()
+    tuner.save(path)
+    other = make()
+    other.load(path)
+    assert other.history[0]["numpy"] == 1.5
+    assert "Odd" in other.history[0]["object"]
+
+
+def test_other_settings_are_named(tmp_path):
+    make(seed=3).save(tmp_path / "run.pt")
+    with pytest.warns(br.BestResponseWarning, match="the saved one had seed=3"):
+        make(seed=4).load(tmp_path / "run.pt")
+
+
+def test_parts_are_loaded_all_or_none(tmp_path):
+    make().save(tmp_path / "run.pt")
+    tuner = make()
+    tuner.fit(split_list(), split_list(), 2)
+    tuner.hyper_optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
+    before = everything(tuner)[0]
+    with pytest.raises(br.Error, match="hyper_optimizer must be like"):
+        tuner.load(tmp_path / "run.pt")
+    assert everything(tuner)[0] == before
 
 
 def test_another_method_starts_without_memory_and_says_so(tmp_path):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .tuner import Tuner
 
 _FORMAT = 1
-_COUNTERS = ("hyper_step", "weight_step", "history")
+_COUNTERS = ("hyper_step", "weight_step")
+_SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
 _MODULES = ("model", "hyper")
 _PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_scheduler")
 
@@ -35,6 +36,8 @@ def save(tuner: "Tuner", path: str | Path) -> None:
         "method": {"settings": settings_of(tuner.method), "solution": state.solution, "memory": state.memory},
         "callbacks": [(type(c).__name__, c.state_dict()) for c in _stateful(tuner)],
         "counters": {name: getattr(tuner, name) for name in _COUNTERS},
+        "settings": {name: getattr(tuner, name) for name in _SETTINGS},
+        "history": [{key: _plain(value) for key, value in row.items()} for row in tuner.history],
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},
         "random": _random.snapshot(),
     }
@@ -45,6 +48,7 @@ def save(tuner: "Tuner", path: str | Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        _read(part, mapped=True)  # a file that cannot be read shall not take the place of one that can
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -54,6 +58,13 @@ def load(tuner: "Tuner", path: str | Path) -> None:
     """Put ``tuner`` where the run was that was saved; see `Tuner.load`."""
     content = _read(path)
     problem = tuner.problem
+    differing = [f"{n}={x!r}" for n, x in content["settings"].items() if getattr(tuner, n) != x]
+    if differing:
+        warnings.warn(
+            f"the run goes on with this tuner's settings; the saved one had {', '.join(differing)}.",
+            BestResponseWarning,
+            stacklevel=3,
+        )
     for name in _MODULES:
         _check_module(name, getattr(problem, name), content["modules"][name])
     parts = _parts(tuner)
@@ -62,11 +73,7 @@ def load(tuner: "Tuner", path: str | Path) -> None:
             f"the tuner must be made as the one that was saved, with {sorted(content['parts'])}; got "
             f"{sorted(parts)}. Make it in the same way."
         )
-    for name, part in parts.items():
-        try:
-            part.load_state_dict(content["parts"][name])
-        except (ValueError, KeyError) as error:
-            raise ArgumentError(f"{name} must be like the one that was saved: {error}") from error
+    _load_parts(parts, content["parts"])
     for name in _MODULES:
         _load_module(getattr(problem, name), content["modules"][name])
     _load_method(tuner, content["method"])
@@ -78,6 +85,7 @@ def load(tuner: "Tuner", path: str | Path) -> None:
             callback.load_state_dict(found[1])
     for name in _COUNTERS:
         setattr(tuner, name, content["counters"][name])
+    tuner.history = content["history"]
     tuner.streams.clear()
     tuner.resumed = {"streams": content["streams"], "random": content["random"]}
 
@@ -92,10 +100,40 @@ def _stateful(tuner: "Tuner") -> list[Any]:
     return [c for c in tuner.callbacks if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def _load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """All of them or none."""
+    before: list[tuple[Any, Any]] = []
+    for name, part in parts.items():
+        earlier = part.state_dict()
+        try:
+            part.load_state_dict(states[name])
+        except (ValueError, KeyError) as error:
+            for other, state in before:
+                other.load_state_dict(state)
+            raise ArgumentError(f"{name} must be like the one that was saved: {error}") from error
+        before.append((part, earlier))
+
+
+def _plain(value: Any) -> Any:
+    """A number of any kind as one of Python's; tensors and texts as they are."""
+    if isinstance(value, Tensor | str | bool | int | None):
+        return value
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _read(path: str | Path, mapped: bool = False) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise ArgumentError(
+            f"{path} must be a file written by Tuner.save; it cannot be read. A run can be saved whose optimisers, "
+            "schedulers, loaders and callbacks have states of tensors and plain data (numbers, texts, lists, "
+            f"dicts): {error}"
+        ) from error
+    except (RuntimeError, EOFError) as error:
         raise ArgumentError(
             f"{path} must be a file written by Tuner.save; it cannot be read: {error}"
         ) from error
@@ -120,7 +158,7 @@ def _check_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Non
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: x.shape if isinstance(x, Tensor) else None for n, x in state.items()}
+    return {n: (x.shape, x.dtype) if isinstance(x, Tensor) else None for n, x in state.items()}
 
 
 def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
