@@ -53,6 +53,7 @@ METHODS: dict[str, Callable[[], br.Method]] = {
     "2 steps, warm": lambda: warm(2),
     "3 steps, warm": lambda: warm(3),
     "2 steps, warm, diagonal": lambda: warm(2, diagonal=True),
+    '2 steps, warm, diagonal="estimate"': lambda: warm(2, diagonal="estimate"),
     "2 steps, warm, recycle=10": lambda: warm(2, recycle=10),
     "2 steps, warm, recycle=20": lambda: warm(2, recycle=20),
     "1 step, warm, recycle=20, diagonal": lambda: warm(1, recycle=20, diagonal=True),
@@ -143,7 +144,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """1 − cosine for the first seed: zero is the exact direction, two the opposite one."""
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.4, 4.0), layout="constrained")
     for index, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
         row = next(row for row in rows if row["method"] == method)
         away = [max(1 - c, 1e-7) for c in row["cosines"]]
@@ -152,7 +153,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("1 − cosine to the exact hypergradient")
     axes.set_ylim(1e-6, 2.5)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=7, ncols=2, loc="lower left")
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -151,6 +151,9 @@ def test_fresh_batches_average_to_the_mean_curvature():
     [
         (lambda: br.Batches([]), "at least one batch"),
         (lambda: br.Batches(3), "a collection of batches"),
+        (lambda: br.Batches(torch.zeros(3, 2)), "a collection of batches"),
+        (lambda: br.Batches([1, 2], weights=2.0), "must be 2 numbers"),
+        (lambda: br.Batches([1, None], weights=[1, None]), "must be 2 numbers"),
         (lambda: br.Batches([1, 2], weights=[1.0]), "must be 2 numbers"),
         (lambda: br.Batches([1, 2], weights=[0.0, 0.0]), "not all zero"),
         (lambda: br.Batches([1, 2], weights=[-1.0, 2.0]), "≥ 0"),
@@ -161,6 +164,26 @@ def test_fresh_batches_average_to_the_mean_curvature():
 def test_bad_batches(make, words):
     with pytest.raises(br.Error, match=words):
         make()
+
+
+def test_a_batch_of_weight_zero_is_never_run():
+    problem, train, val = cases.network()
+    bad = (torch.full((2, 3), float("nan")), train[1][:2])
+    method = br.Implicit(br.ConjugateGradient(3, damping=0.5))
+    one = br.hypergradient(problem, train, val, method)
+    other = br.hypergradient(problem, br.Batches([bad, train], weights=[0, 1]), val, method)
+    assert all(torch.equal(x, other.total[n]) for n, x in one.total.items())
+
+
+def test_batches_are_no_collection_for_a_tuner():
+    problem, train, val = cases.network()
+    tuner = br.Tuner(
+        problem,
+        torch.optim.SGD(problem.weights.values(), 0.1),
+        torch.optim.SGD(problem.hyperparameters.values(), 0.1),
+    )
+    with pytest.raises(br.Error, match=r"Pass \[Batches"):
+        tuner.fit([train], br.Batches([val]), 1)
 
 
 def test_a_tuner_accumulates_gradients_over_micro_batches():

@@ -258,50 +258,167 @@ def test_a_state_of_another_run_is_refused_and_nothing_is_changed(tmp_path):
     with pytest.raises(br.Error, match="made as the one that was saved"):
         tuner.load(path)
     tuner = make()
-    tuner.weight_optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
+    tuner.weight_optimizer = torch.optim.Adam([torch.zeros(2, requires_grad=True)], 0.1)
     before = everything(tuner)[0]
     with pytest.raises(br.Error, match="weight_optimizer must be like the one that was saved"):
         tuner.load(path)
     assert everything(tuner)[0] == before
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(br.Error, match=r"must be a file written by Tuner.save"):
+    with pytest.raises(br.Error, match="which cannot be read"):
         make().load(path)
     torch.save([1], path)
     with pytest.raises(br.Error, match="something else"):
         make().load(path)
-    with pytest.raises(FileNotFoundError):
-        make().load(tmp_path / "none")
+    for bad in (tmp_path / "none", tmp_path):
+        with pytest.raises(br.Error, match="where there is no file"):
+            make().load(bad)
+    path.write_text("hello")
+    with pytest.raises(br.Error, match="which cannot be read"):
+        make().load(path)
 
 
 class Odd:
-    """A callback whose state is no plain data."""
+    """A callback that leaves all kinds of things in the history and in its state."""
+
+    def __init__(self, what):
+        self.what = what
 
     def __call__(self, tuner):
-        tuner.history[-1]["numpy"] = np.float32(1.5)
-        tuner.history[-1]["object"] = Odd
+        tuner.history[-1] |= {
+            "numpy": np.float64(1.5),
+            "by class": [np.float32(0.5), 2],
+            "array": np.arange(2),
+        }
 
     def state_dict(self):
-        return {"what": Odd}
+        return {"deep": [{"what": self.what}]}
 
     def load_state_dict(self, state):
-        pass
+        self.what = state["deep"][0]["what"]
 
 
-def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path):
-    path = tmp_path / "run.pt"
-    make().save(path)
-    before = path.read_bytes()
-    tuner = make(more=[Odd()])
+def test_numbers_of_numpy_are_saved_as_plain_ones_and_other_things_are_refused_by_place(tmp_path):
+    path = tmp_path / "deep" / "run.pt"
+    tuner = make(more=[Odd(np.float64(2.0))])
+    tuner.weight_optimizer.param_groups[0]["lr"] = np.float64(0.01)
     tuner.fit(split_list(), split_list(), 1)
-    with pytest.raises(br.Error, match="states of tensors and plain data"):
+    tuner.save(path)
+    other = make(more=[Odd(None)])
+    other.load(path)
+    assert other.callbacks[0].what == 2.0
+    row = other.history[0]
+    assert (row["numpy"], row["by class"], row["array"]) == (1.5, [0.5, 2], [0, 1])
+    before = path.read_bytes()
+    tuner.callbacks[0].what = Odd
+    with pytest.raises(br.Error, match=r"got a type at callbacks\[0\]\[1\]\['deep'\]\[0\]\['what'\]"):
         tuner.save(path)
     assert path.read_bytes() == before
-    tuner.callbacks.clear()
-    tuner.save(path)
+
+
+@pytest.mark.parametrize("path", ["", "file/run.pt", "folder"])
+def test_a_path_that_cannot_be_written_to_is_told(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(br.Error, match="a path of a file that can be written"):
+        make().save(path)
+
+
+def test_a_run_that_was_loaded_and_saved_again_is_still_where_it_was(tmp_path):
+    expected = whole_run(LOADERS["shuffled by the global generator"])
+    tuner, batches = make(), LOADERS["shuffled by the global generator"]()
+    torch.manual_seed(5)
+    random.seed(5)
+    tuner.fit(batches, split_list(), 4)
+    tuner.save(tmp_path / "a.pt")
+    between = make()
+    between.load(tmp_path / "a.pt")
+    torch.rand(3)
+    between.save(tmp_path / "b.pt")
     other = make()
-    other.load(path)
-    assert other.history[0]["numpy"] == 1.5
-    assert "Odd" in other.history[0]["object"]
+    other.load(tmp_path / "b.pt")
+    other.fit(LOADERS["shuffled by the global generator"](), split_list(), 7)
+    assert everything(other) == expected
+
+
+def test_shared_buffers_stay_shared(tmp_path):
+    def shared():
+        tuner = make()
+        tuner.problem.model[2].register_buffer("count", tuner.problem.model.steps, persistent=False)
+        return tuner
+
+    tuner = shared()
+    tuner.fit(split_list(), split_list(), 2)
+    tuner.save(tmp_path / "run.pt")
+    other = shared()
+    other.load(tmp_path / "run.pt")
+    assert other.problem.model[2].count is other.problem.model.steps
+    assert float(other.problem.model.steps) == float(tuner.problem.model.steps) > 0
+
+
+def test_an_old_state_that_is_only_looked_at_leaves_the_log_alone(tmp_path):
+    def run(steps, load):
+        lines = callbacks.JSONLines(tmp_path / "rows.jsonl")
+        tuner = make(more=[lines])
+        if load:
+            tuner.load(tmp_path / "run.pt")
+        tuner.fit(split_list(), split_list(), steps)
+        return tuner
+
+    def steps_written():
+        lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+        return [int(line.split('"hyper_step": ')[1].split(",")[0]) for line in lines]
+
+    run(2, False).save(tmp_path / "run.pt")
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write('{"hyper_step": 3, "more": 1}\n{"hyper_st')
+    make(more=[callbacks.JSONLines(tmp_path / "rows.jsonl")]).load(tmp_path / "run.pt")
+    assert (tmp_path / "rows.jsonl").read_text().endswith('{"hyper_st')
+    run(2, True)
+    assert steps_written() == [1, 2, 3, 4]
+
+
+def test_optimisers_of_another_kind_are_refused(tmp_path):
+    make().save(tmp_path / "run.pt")
+    tuner = make()
+    tuner.weight_optimizer = torch.optim.SGD(tuner.problem.weights.values(), 0.1)
+    with pytest.raises(br.Error, match="'weight_optimizer': 'Adam'.*got.*'weight_optimizer': 'SGD'"):
+        tuner.load(tmp_path / "run.pt")
+
+
+def test_persistent_workers_are_warned_of(tmp_path):
+    tuner = make()
+    loader = DataLoader(
+        TensorDataset(*examples()), batch_size=6, num_workers=1, persistent_workers=True, shuffle=True
+    )
+    tuner.fit(loader, split_list(), 1)
+    with pytest.warns(br.BestResponseWarning, match="persistent workers"):
+        tuner.save(tmp_path / "run.pt")
+
+
+def test_generators_deep_inside_a_loader_are_found(tmp_path):
+    class Drawn(TensorDataset):
+        def __init__(self, *tensors):
+            super().__init__(*tensors)
+            self.noise = np.random.RandomState(1)
+
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + float(self.noise.rand()), y
+
+    def loader():
+        return DataLoader(torch.utils.data.Subset(Drawn(*examples()), range(30)), batch_size=6)
+
+    expected = whole_run(loader)
+    tuner = make()
+    torch.manual_seed(5)
+    random.seed(5)
+    tuner.fit(loader(), split_list(), 4)
+    tuner.save(tmp_path / "run.pt")
+    other = make()
+    other.load(tmp_path / "run.pt")
+    other.fit(loader(), split_list(), 7)
+    assert everything(other) == expected
 
 
 def test_other_settings_are_named(tmp_path):
@@ -314,7 +431,7 @@ def test_parts_are_loaded_all_or_none(tmp_path):
     make().save(tmp_path / "run.pt")
     tuner = make()
     tuner.fit(split_list(), split_list(), 2)
-    tuner.hyper_optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
+    tuner.hyper_optimizer = torch.optim.RMSprop([torch.zeros(2, requires_grad=True)], 0.1)
     before = everything(tuner)[0]
     with pytest.raises(br.Error, match="hyper_optimizer must be like"):
         tuner.load(tmp_path / "run.pt")

@@ -1,3 +1,6 @@
+import math
+from collections import namedtuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,7 +111,63 @@ def test_gauss_newton_with_a_closed_output_hessian_equals_the_dense_matrix(rest)
     )
 
 
+@pytest.mark.parametrize("kind", ["namedtuple", "dict", "list"])
+def test_gauss_newton_hands_other_outputs_on(kind):
+    """Masks, indices and constants beside the outputs, and outputs that the loss does not use."""
+    problem, train, _ = cases.network()
+    named = namedtuple("Out", ["index", "logits", "unused", "constant"])
+
+    def predict_more(model, hyper, batch):
+        out = named(torch.arange(3), model(batch[0]), model[0](batch[0]), torch.ones(2))
+        return {"namedtuple": out, "dict": out._asdict(), "list": list(out)}[kind]
+
+    def loss(out, batch):
+        logits = {"namedtuple": lambda: out.logits, "dict": lambda: out["logits"], "list": lambda: out[1]}[
+            kind
+        ]()
+        return F.cross_entropy(logits, batch[1])
+
+    check_curvature(
+        br.GaussNewton(predict_more, loss, problem.hyper), problem, train, dense_gauss_newton(problem, train)
+    )
+
+
+@pytest.mark.parametrize(
+    ("predict_", "loss", "rest", "words"),
+    [
+        (predict, lambda z, b: F.cross_entropy(z, b[1], reduction="none"), penalty, "GaussNewton.loss must"),
+        (predict, lambda z, b: 1.0, penalty, "GaussNewton.loss must"),
+        (
+            lambda m, h, b: m(b[0]).detach(),
+            output_loss,
+            penalty,
+            "outputs of GaussNewton.predict must depend",
+        ),
+        (predict, output_loss, WeightDecay, "GaussNewton.rest must be a function"),
+        (predict, output_loss, lambda m, h, b: 0.0, "must equal train_loss"),
+    ],
+)
+def test_gauss_newton_says_what_it_needs(predict_, loss, rest, words):
+    problem, train, val = cases.network()
+    with pytest.raises(br.Error, match=words):
+        br.hypergradient(problem, train, val, br.Implicit(curvature=br.GaussNewton(predict_, loss, rest)))
+
+
+def test_gauss_newton_sees_a_loss_that_is_not_finite_at_any_call():
+    problem, train, val = cases.network()
+    method = br.Implicit(curvature=br.GaussNewton(predict, output_loss, problem.hyper))
+    br.hypergradient(problem, train, val, method)
+    with pytest.raises(br.Error, match="train_loss must be finite"):
+        br.hypergradient(problem, (train[0] * math.nan, train[1]), val, method)
+
+
 def test_cross_entropy_says_what_does_not_fit():
+    loss = br.losses.CrossEntropy(lambda batch: batch)
+    with pytest.raises(br.Error, match="int64"):
+        loss(torch.zeros(2, 3), torch.zeros(2))
+    with pytest.raises(br.Error, match="logits alone"):
+        loss((torch.zeros(2, 3),), torch.zeros(2, dtype=torch.long))
+    assert float(loss(torch.zeros(3), torch.tensor(1))) > 0
     with pytest.raises(br.Error, match="must be a function"):
         br.losses.CrossEntropy(torch.zeros(3))
     with pytest.raises(br.Error, match="between 0 and 1"):

@@ -1,5 +1,7 @@
 """What conjugate gradient keeps of earlier solves, and what its report tells."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +147,40 @@ def test_an_estimated_diagonal_solves_a_badly_scaled_system_in_few_steps():
     )
     assert estimated.report.products <= 4 + 8
     assert estimated.report.residual < 1e-4 < plain.report.residual
+
+
+def test_one_product_that_is_not_finite_does_not_spoil_the_estimate():
+    solver = br.ConjugateGradient(3, damping=0.1, diagonal="estimate")
+    b = {"w": torch.ones(3)}
+    memory = solver.solve(lambda v: _tree.scale(v, 2.0), b).memory
+    bad = solver.solve(lambda v: _tree.scale(v, math.inf), b, memory=memory)
+    assert bad.report.status is Status.NOT_FINITE
+    again = solver.solve(lambda v: _tree.scale(v, 2.0), b, memory=bad.memory)
+    assert again.report.status is Status.CONVERGED
+
+
+def test_curvatures_far_apart_are_not_taken_for_rounding_under_a_preconditioner():
+    matrix = torch.tensor([[1.0, 9e3], [9e3, 1e8]], dtype=torch.float32)
+    b = {"w": torch.tensor([0.0, 1.0])}
+    b = {name: x.float() for name, x in b.items()}
+    solution = br.ConjugateGradient(20, damping=1e-6, diagonal=True).solve(
+        lambda v: {"w": matrix @ v["w"]}, b, diagonal={"w": torch.diagonal(matrix).clone()}
+    )
+    expected = torch.linalg.solve(matrix.double(), b["w"].double())
+    assert solution.report.status is Status.CONVERGED
+    assert torch.allclose(solution.x["w"].double(), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_solve_beyond_rounding_ends_converged_and_its_ritz_values_stay_true(dtype):
+    for top in (1.01, 1.1, 100.0):
+        values = torch.linspace(1, top, 50, dtype=dtype)
+        b = {"w": torch.randn(50, dtype=dtype)}
+        report = (
+            br.ConjugateGradient(300, tolerance=0.0).solve(lambda v, d=values: {"w": d * v["w"]}, b).report
+        )
+        assert report.status in (Status.CONVERGED, Status.STEP_LIMIT)
+        assert 0.95 < report.curvature[0] <= report.curvature[1] < 1.05 * top
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.7])

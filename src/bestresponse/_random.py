@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 State = list[tuple[str, Any]]
+# What collections are made of: DataLoader, Subset, ConcatDataset, batch samplers, datasets with transforms.
+_PARTS = ("dataset", "datasets", "sampler", "batch_sampler", "transform", "transforms")
 
 
 def snapshot() -> State:
@@ -44,16 +46,22 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def generators(*owners: object) -> dict[str, Any]:
-    """The generators that are attributes of some objects, by place and name."""
+def generators(owner: object, place: str = "") -> dict[str, Any]:
+    """The generators that are attributes of a collection, or of what it is made of, by place and name."""
     numpy = sys.modules.get("numpy")
-    kinds = (torch.Generator, random.Random, *([numpy.random.Generator] if numpy else []))
-    return {
-        f"{place}.{name}": value
-        for place, owner in enumerate(owners)
-        for name, value in getattr(owner, "__dict__", {}).items()
-        if isinstance(value, kinds)
-    }
+    kinds = (
+        torch.Generator,
+        random.Random,
+        *([numpy.random.Generator, numpy.random.RandomState] if numpy else []),
+    )
+    found = {}
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if isinstance(value, kinds):
+            found[place + name] = value
+        elif name in _PARTS:
+            for number, part in enumerate(value if isinstance(value, list | tuple) else [value]):
+                found |= generators(part, f"{place}{name}[{number}].")
+    return found
 
 
 def states_of(own: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +77,8 @@ def set_states(own: dict[str, Any], states: dict[str, Any]) -> None:
             generator.set_state(state)
         elif isinstance(generator, random.Random):
             generator.setstate(state)
+        elif hasattr(generator, "set_state"):  # NumPy's older kind
+            generator.set_state(state)
         else:
             generator.bit_generator.state = state
 
@@ -76,7 +86,9 @@ def set_states(own: dict[str, Any], states: dict[str, Any]) -> None:
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
 def _accelerators() -> list[tuple[Any, int]]:

@@ -1,10 +1,12 @@
 """The batches of a collection again and again, with a position that can be saved and found again."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from . import _random
-from .errors import ArgumentError, ArgumentTypeError
+from .batches import Batches
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning
 
 
 class Stream:
@@ -18,6 +20,11 @@ class Stream:
         if not isinstance(batches, Iterable):
             raise ArgumentTypeError(
                 f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
+            )
+        if isinstance(batches, Batches):
+            raise ArgumentTypeError(
+                f"{name} must be a collection of batches; got Batches, which stands for one batch. Pass [Batches(...)] "
+                "to use all of them at each step, or a list to use one after the other."
             )
         if isinstance(batches, Iterator):
             raise ArgumentError(
@@ -53,6 +60,14 @@ class Stream:
             return {}
         if self._keeps_position():
             return {"loader": self.batches.state_dict()}  # type: ignore[attr-defined]
+        if getattr(self.batches, "persistent_workers", False):
+            warnings.warn(
+                f"{self.name} has persistent workers, which cannot be put back where they are: from the second round "
+                "on a restored run gets other batches. Use persistent_workers=False, or a loader with a state_dict "
+                "(torchdata's StatefulDataLoader).",
+                BestResponseWarning,
+                stacklevel=2,
+            )
         own = _random.states_of(self._generators())
         return {"taken": self._taken, "opening": self._opening, "own": own}
 
@@ -84,7 +99,4 @@ class Stream:
         return all(callable(getattr(self.batches, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def _generators(self) -> dict[str, Any]:
-        """Those of the collection itself and of what a DataLoader is made of."""
-        names = ("dataset", "sampler", "batch_sampler")
-        parts = [self.batches, *(getattr(self.batches, name, None) for name in names)]
-        return _random.generators(*parts, getattr(parts[-1], "sampler", None))
+        return _random.generators(self.batches)

@@ -1,8 +1,10 @@
 """Several batches where one may go."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from .errors import ArgumentError, ArgumentTypeError
 
@@ -18,7 +20,8 @@ class Batches:
 
     Args:
         iterable: the batches; they are kept in a list.
-        weights: numbers ≥ 0, one a batch; None weighs all alike. Give the sizes where they differ.
+        weights: numbers ≥ 0, one a batch; None weighs all alike. Give the sizes where they differ (the
+            numbers of targets that count, where a loss ignores some).
         recompute: whether the curvature keeps the graphs of all batches (False: the memory of the one large
             batch) or builds the graph of one at a time anew for each product (True: the memory of one
             batch, at the price of a training gradient more for each product).
@@ -30,7 +33,7 @@ class Batches:
     def __init__(
         self, iterable: Iterable[Any], weights: Iterable[float] | None = None, recompute: bool = False
     ) -> None:
-        if not isinstance(iterable, Iterable):
+        if not isinstance(iterable, Iterable) or isinstance(iterable, Tensor | Mapping | str):
             raise ArgumentTypeError(
                 f"Batches takes a collection of batches; got {type(iterable).__name__}. Pass a list of them."
             )
@@ -42,7 +45,10 @@ class Batches:
             raise ArgumentTypeError(
                 "Batches must hold plain batches; got Batches inside. Pass one flat list."
             )
-        self.weights = _normalised(weights, len(self.batches))
+        numbers = _normalised(weights, len(self.batches))
+        # One of weight zero would cost as much as any, and may be no batch at all.
+        self.batches = [batch for batch, weight in zip(self.batches, numbers, strict=True) if weight]
+        self.weights = [weight for weight in numbers if weight]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -64,10 +70,13 @@ def weighted(batch: Any) -> list[tuple[Any, float]]:
 def _normalised(weights: Iterable[float] | None, count: int) -> list[float]:
     if weights is None:
         return [1.0 / count] * count
-    numbers = [float(x) for x in weights]
+    try:
+        numbers = [float(x) for x in weights]
+    except (TypeError, ValueError):
+        numbers = []
     total = math.fsum(numbers)
     if len(numbers) != count or not all(x >= 0 for x in numbers) or not 0.0 < total < math.inf:
         raise ArgumentError(
-            f"Batches.weights must be {count} numbers ≥ 0, not all zero, one for each batch; got {numbers[:8]}."
+            f"Batches.weights must be {count} numbers ≥ 0, not all zero, one for each batch; got {weights!r}."
         )
     return [x / total for x in numbers]

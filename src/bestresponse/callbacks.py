@@ -6,7 +6,6 @@ Any function of the tuner will do; it reads ``tuner.history`` and may call ``tun
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .errors import ArgumentError
+from .solvers.base import require_integer
 
 if TYPE_CHECKING:
     from .tuner import Tuner
@@ -60,8 +60,7 @@ class Evaluate:
     """
 
     def __init__(self, function: Callable[[Any, Any], Mapping[str, float]], every: int = 1) -> None:
-        if every < 1:
-            raise ArgumentError(f"Evaluate.every must be an integer ≥ 1; got {every!r}.")
+        require_integer("Evaluate.every", every, 1)
         self.function, self.every = function, every
 
     def __call__(self, tuner: "Tuner") -> None:
@@ -129,8 +128,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path, every: int = 1) -> None:
-        if every < 1:
-            raise ArgumentError(f"Checkpoint.every must be an integer ≥ 1; got {every!r}.")
+        require_integer("Checkpoint.every", every, 1)
         self.path, self.every = Path(path), every
 
     def __call__(self, tuner: "Tuner") -> None:
@@ -152,8 +150,7 @@ class EarlyStopping:
         self, key: str = "val_loss", patience: int = 20, mode: Literal["min", "max"] = "min"
     ) -> None:
         _check_mode("EarlyStopping", mode)
-        if patience < 1:
-            raise ArgumentError(f"EarlyStopping.patience must be an integer ≥ 1; got {patience!r}.")
+        require_integer("EarlyStopping.patience", patience, 1)
         self.key, self.patience, self.mode = key, patience, mode
         self._best: dict[str, Any] | None = None
         self._waited = 0
@@ -176,7 +173,8 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`."""
-        self._best, self._waited = state["best"], state["waited"]
+        stopped = state["waited"] >= self.patience  # a run that goes on after it was stopped waits anew
+        self._best, self._waited = state["best"], 0 if stopped else state["waited"]
 
     def close(self) -> None:
         """Wait anew when another run begins."""
@@ -194,22 +192,39 @@ class JSONLines:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file: IO[str] | None = None
+        self._resumed = False
 
     def __call__(self, tuner: "Tuner") -> None:
+        if self._resumed and self.path.exists():
+            self._cut(tuner.hyper_step)
+        self._resumed = False
         if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(to_json(tuner.history[-1]) + "\n")
         self._file.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """How long the file is."""
-        return {"bytes": self.path.stat().st_size if self.path.exists() else 0}
+        """Which file it is."""
+        return {"path": str(self.path.resolve())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the file to the length that it had, where it is longer."""
+        """Remove the rows from the next one on, when that is written; those of another file stay."""
         self.close()
-        if self.path.exists() and self.path.stat().st_size > state["bytes"]:
-            os.truncate(self.path, state["bytes"])
+        self._resumed = state["path"] == str(self.path.resolve())
+
+    def _cut(self, hyper_step: int) -> None:
+        """Remove the rows from ``hyper_step`` on, and a last one that was not written to its end."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        kept = []
+        for line in lines:
+            try:
+                kept += [line] if json.loads(line)["hyper_step"] < hyper_step else []
+            except (ValueError, KeyError, TypeError):
+                continue
+        part = self.path.with_name(f".{self.path.name}.part")
+        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        part.replace(self.path)
 
     def close(self) -> None:
         """Close the file; the next row opens it again."""

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import pickle
 import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,35 +29,54 @@ def save(tuner: "Tuner", path: str | Path) -> None:
     """Write everything that ``tuner`` needs to go on; see `Tuner.save`."""
     problem = tuner.problem
     state = problem.state(tuner.method)
-    content: dict[str, Any] = {
-        "bestresponse": _FORMAT,
-        "modules": {name: _module_state(getattr(problem, name)) for name in _MODULES},
-        "parts": {name: part.state_dict() for name, part in _parts(tuner).items()},
-        "method": {"settings": settings_of(tuner.method), "solution": state.solution, "memory": state.memory},
-        "callbacks": [(type(c).__name__, c.state_dict()) for c in _stateful(tuner)],
-        "counters": {name: getattr(tuner, name) for name in _COUNTERS},
-        "settings": {name: getattr(tuner, name) for name in _SETTINGS},
-        "history": [{key: _plain(value) for key, value in row.items()} for row in tuner.history],
+    # A run that was loaded and has not gone on since is still where it was saved.
+    where = tuner.resumed or {
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},
         "random": _random.snapshot(),
     }
+    content: dict[str, Any] = {
+        "bestresponse": _FORMAT,
+        "modules": {name: _module_state(getattr(problem, name)) for name in _MODULES},
+        "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
+        "method": {"settings": settings_of(tuner.method), "solution": state.solution, "memory": state.memory},
+        "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
+        "counters": {name: getattr(tuner, name) for name in _COUNTERS},
+        "settings": {name: getattr(tuner, name) for name in _SETTINGS},
+        "history": tuner.history,
+        **where,
+    }
+    content = {name: _as_data(value, name) for name, value in content.items()}
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if not path.name:
+        raise ArgumentError(f"Tuner.save needs a path of a file that can be written; got {str(path)!r}.")
+    part = path.with_name(f".{path.name}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        _read(part, mapped=True)  # a file that cannot be read shall not take the place of one that can
         part.replace(path)
+    except OSError as error:
+        raise ArgumentError(
+            f"Tuner.save needs a path of a file that can be written; got {str(path)!r}: {error.strerror}."
+        ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def load(tuner: "Tuner", path: str | Path) -> None:
     """Put ``tuner`` where the run was that was saved; see `Tuner.load`."""
     content = _read(path)
-    problem = tuner.problem
+    problem, parts = tuner.problem, _parts(tuner)
+    for name in _MODULES:
+        _check_module(name, getattr(problem, name), content["modules"][name])
+    kinds, saved = ({n: k for n, (k, _) in x.items()} for x in (_named(parts), content["parts"]))
+    if kinds != saved:
+        raise ArgumentError(
+            f"the tuner must be made as the one that was saved, with {saved}; got {kinds}. Make it in the same way."
+        )
     differing = [f"{n}={x!r}" for n, x in content["settings"].items() if getattr(tuner, n) != x]
     if differing:
         warnings.warn(
@@ -65,29 +84,24 @@ def load(tuner: "Tuner", path: str | Path) -> None:
             BestResponseWarning,
             stacklevel=3,
         )
-    for name in _MODULES:
-        _check_module(name, getattr(problem, name), content["modules"][name])
-    parts = _parts(tuner)
-    if parts.keys() != content["parts"].keys():
-        raise ArgumentError(
-            f"the tuner must be made as the one that was saved, with {sorted(content['parts'])}; got "
-            f"{sorted(parts)}. Make it in the same way."
-        )
-    _load_parts(parts, content["parts"])
+    _load_parts(parts, {name: state for name, (_, state) in content["parts"].items()})
     for name in _MODULES:
         _load_module(getattr(problem, name), content["modules"][name])
     _load_method(tuner, content["method"])
+    for name in (*_COUNTERS, "history"):
+        setattr(tuner, name, content[name] if name == "history" else content["counters"][name])
+    tuner.streams.clear()
+    tuner.resumed = {"streams": content["streams"], "random": content["random"]}
     waiting = list(content["callbacks"])
     for callback in _stateful(tuner):
         found = next((x for x in waiting if x[0] == type(callback).__name__), None)
         if found is not None:
             waiting.remove(found)
             callback.load_state_dict(found[1])
-    for name in _COUNTERS:
-        setattr(tuner, name, content["counters"][name])
-    tuner.history = content["history"]
-    tuner.streams.clear()
-    tuner.resumed = {"streams": content["streams"], "random": content["random"]}
+
+
+def _named(parts: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    return {name: (type(part).__name__, part) for name, part in parts.items()}
 
 
 def _parts(tuner: "Tuner") -> dict[str, Any]:
@@ -114,31 +128,46 @@ def _load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
         before.append((part, earlier))
 
 
-def _plain(value: Any) -> Any:
-    """A number of any kind as one of Python's; tensors and texts as they are."""
-    if isinstance(value, Tensor | str | bool | int | None):
+def _as_data(value: Any, place: str) -> Any:
+    """The same as tensors and Python's own types, which can be read back without running code.
+
+    Raises:
+        ArgumentError: there is something else in it; the message says where.
+    """
+    if value is None or isinstance(value, bytes | Tensor | torch.Size | torch.dtype | torch.device):
         return value
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return str(value)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):  # NumPy's float64 and enumerations of texts are subclasses
+            return value if type(value) is kind else kind(value)
+    if isinstance(value, dict):
+        data = {_as_data(k, place): _as_data(x, f"{place}[{k!r}]") for k, x in value.items()}
+        # A module's state keeps versions in an attribute; a counter or a default dict its kind.
+        unchanged = all(data.get(k) is x for k, x in value.items())
+        return value if unchanged and type(value) in (OrderedDict, Counter) else data
+    if type(value) in (list, tuple):
+        return type(value)(_as_data(x, f"{place}[{i}]") for i, x in enumerate(value))
+    if isinstance(value, set | frozenset):
+        return set(_as_data(sorted(value), place))
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
+        return _as_data(value.tolist(), place)
+    raise ArgumentError(
+        f"what Tuner.save writes must be tensors and plain data (numbers, texts, lists, dicts); got a "
+        f"{type(value).__name__} at {place}. Leave it out of that state_dict, or make plain data of it."
+    )
 
 
-def _read(path: str | Path, mapped: bool = False) -> dict[str, Any]:
+def _read(path: str | Path) -> dict[str, Any]:
+    advice = f"Tuner.load needs a file written by Tuner.save; got {str(path)!r}"
+    if not Path(path).is_file():
+        raise ArgumentError(f"{advice}, where there is no file.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever reading something else may raise
         raise ArgumentError(
-            f"{path} must be a file written by Tuner.save; it cannot be read. A run can be saved whose optimisers, "
-            "schedulers, loaders and callbacks have states of tensors and plain data (numbers, texts, lists, "
-            f"dicts): {error}"
+            f"{advice}, which cannot be read: {str(error) or type(error).__name__}"
         ) from error
-    except (RuntimeError, EOFError) as error:
-        raise ArgumentError(
-            f"{path} must be a file written by Tuner.save; it cannot be read: {error}"
-        ) from error
-    if not isinstance(content, dict) or content.get("bestresponse") != _FORMAT:
-        raise ArgumentError(f"{path} must be a file written by Tuner.save; got something else.")
+    if not isinstance(content, dict) or content.get("bestresponse") != _FORMAT or "random" not in content:
+        raise ArgumentError(f"{advice}, which is something else.")
     return content
 
 
@@ -161,6 +190,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {n: (x.shape, x.dtype) if isinstance(x, Tensor) else None for n, x in state.items()}
 
 
+@torch.no_grad()
 def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
     module.load_state_dict(saved["state"])
     for name, value in saved["buffers"].items():
@@ -168,7 +198,10 @@ def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
         with contextlib.suppress(AttributeError):
             owner = module.get_submodule(place)
             before = owner._buffers.get(leaf)
-            owner._buffers[leaf] = value if before is None else value.to(before.device)
+            if before is not None and before.shape == value.shape:
+                before.copy_(value)  # in place: it may be shared
+            else:
+                owner._buffers[leaf] = value if before is None else value.to(before.device)
 
 
 def _load_method(tuner: "Tuner", saved: Mapping[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """The Gauss-Newton curvature: positive semi-definite where the loss is convex in the model's outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from . import _graph
 from ._tree import Tree
 from .curvature import Curvature, Linearisation, reached_weights, warn_of_power_iterations
 from .errors import ArgumentTypeError, EvaluationError
-from .passes import Passes
+from .passes import Passes, checked_loss, refuse_not_finite
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
@@ -58,7 +60,7 @@ class GaussNewton(Curvature):
                     f"GaussNewton.{name} must be a function; got {getattr(self, name)!r}. "
                     "It takes predict(model, hyper, batch) and loss(outputs, batch)."
                 )
-        if self.rest is not None and not callable(self.rest):
+        if self.rest is not None and (not callable(self.rest) or isinstance(self.rest, type)):
             raise ArgumentTypeError(
                 f"GaussNewton.rest must be a function (model, hyper, batch) -> scalar, or None; got {self.rest!r}."
             )
@@ -77,10 +79,16 @@ class _OuterProduct(Linearisation):
             self.detail = "rest by difference: each product costs a Hessian product more; give rest"
         passes.replay()
         outputs = curvature.predict(problem.model, problem.hyper, batch)
-        self._outputs = _tensors(outputs)
-        fitted = curvature.loss(outputs, batch)
+        self._outputs = [x for x in _tensors(outputs) if _depends(x)]
+        if not self._outputs:
+            raise EvaluationError(
+                "the outputs of GaussNewton.predict must depend on the weights by a graph; got detached ones. "
+                "Look for detach(), no_grad() or .data in it."
+            )
+        fitted = checked_loss("GaussNewton.loss", curvature.loss(outputs, batch))
         rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
         whole = fitted + rest
+        refuse_not_finite("train_loss", whole)
         _compare(curvature, passes, batch, whole)
         self.reached = _graph.leaves(whole)
         self.names = reached_weights(problem, self.reached)
@@ -155,13 +163,14 @@ def _output_hessian(
     leaves = [x.detach().requires_grad_() for x in tensors]
     if hasattr(loss, "output_hessian"):
         own = loss.output_hessian(_refilled(outputs, iter(x.detach() for x in leaves)), batch)
-        return lambda pushed: _tensors(own(_refilled(outputs, iter(pushed))))
+        moving = [_depends(x) for x in _tensors(outputs)]
+        return lambda pushed: list(compress(_tensors(own(_refilled(outputs, iter(pushed)))), moving))
     again = loss(_refilled(outputs, iter(leaves)), batch)
-    slopes = torch.autograd.grad(again, leaves, create_graph=True)
-    graph = _graph.edges({str(i): slope for i, slope in enumerate(slopes)})
+    slopes = torch.autograd.grad(again, leaves, create_graph=True, allow_unused=True)
+    graph = _graph.edges({str(i): s for i, s in enumerate(slopes) if s is not None and s.requires_grad})
 
     def product(pushed: list[Tensor]) -> list[Tensor]:
-        named = {str(i): x for i, x in enumerate(pushed)}
+        named = {i: pushed[int(i)] for i in graph}
         return _filled(_graph.vector_product(graph, leaves, named, True), leaves)
 
     return product
@@ -176,7 +185,8 @@ def _rest(curvature: GaussNewton, passes: Passes, batch: Any, fitted: Tensor) ->
     if hasattr(rest, "curvature_diagonal"):
         diagonal = dict(rest.curvature_diagonal(problem.model))  # type: ignore[operator]
         return rest(problem.model), diagonal  # type: ignore[call-arg]
-    return rest(problem.model, problem.hyper, batch), None
+    value = rest(problem.model, problem.hyper, batch)
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None
 
 
 def _compare(curvature: GaussNewton, passes: Passes, batch: Any, whole: Tensor) -> None:
@@ -191,26 +201,35 @@ def _compare(curvature: GaussNewton, passes: Passes, batch: Any, whole: Tensor) 
         )
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def _tensors(outputs: Any) -> list[Any]:
+    """What predict returned as a list; raises where it is neither a tensor nor a collection of them."""
     if isinstance(outputs, Tensor):
         return [outputs]
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    tensors = list(values) if isinstance(values, Sequence | type({}.values())) else []
-    if not tensors or not all(isinstance(x, Tensor) for x in tensors):
+    values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
+    if not isinstance(values, Sequence) or not any(isinstance(x, Tensor) for x in values):
         raise EvaluationError(
             "GaussNewton.predict must return a tensor, or a tuple, list or dict of tensors; got "
             f"{type(outputs).__name__}."
         )
-    return tensors
+    return list(values)
 
 
-def _refilled(outputs: Any, tensors: Any) -> Any:
-    """The same structure with other tensors."""
+def _depends(output: Any) -> bool:
+    """Whether an output has a derivative: others (masks, indices, constants) are handed on as they are."""
+    return isinstance(output, Tensor) and output.requires_grad
+
+
+def _refilled(outputs: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same structure with other tensors where there is a derivative."""
+    values = [next(tensors) if _depends(x) else x for x in _tensors(outputs)]
     if isinstance(outputs, Tensor):
-        return next(tensors)
+        return values[0]
     if isinstance(outputs, Mapping):
-        return {key: next(tensors) for key in outputs}
-    return [next(tensors) for _ in outputs]
+        other: Any = copy(outputs)
+        for key, value in zip(outputs, values, strict=True):
+            other[key] = value
+        return other
+    return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
 
 
 def _filled(values: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:

@@ -39,7 +39,7 @@ class CrossEntropy:
                 f"CrossEntropy.targets must be a function batch -> class indices; got {targets!r}. "
                 "For pairs of inputs and targets: CrossEntropy(lambda batch: batch[1])."
             )
-        if not 0.0 <= label_smoothing <= 1.0:
+        if not isinstance(label_smoothing, int | float) or not 0.0 <= label_smoothing <= 1.0:
             raise ArgumentError(
                 f"CrossEntropy.label_smoothing must be between 0 and 1; got {label_smoothing}."
             )
@@ -47,9 +47,10 @@ class CrossEntropy:
 
     def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
         """The loss of logits [..., C]."""
+        targets = self._targets(outputs, batch)
         return F.cross_entropy(
-            outputs.flatten(0, -2),
-            self._targets(outputs, batch).flatten(),
+            outputs.reshape(-1, outputs.shape[-1]),
+            targets.reshape(-1),
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
         )
@@ -58,7 +59,7 @@ class CrossEntropy:
     def output_hessian(self, outputs: Tensor, batch: Any) -> Callable[[Tensor], Tensor]:
         """The map u ↦ H u at logits [..., C], for u of their shape."""
         counted = self._targets(outputs, batch) != self.ignore_index
-        share = (counted / counted.sum()).to(outputs.dtype).unsqueeze(-1)
+        share = (counted.to(outputs.dtype) / counted.sum()).unsqueeze(-1)
         p = outputs.softmax(-1)
 
         def product(u: Tensor) -> Tensor:
@@ -68,7 +69,17 @@ class CrossEntropy:
         return product
 
     def _targets(self, outputs: Tensor, batch: Any) -> Tensor:
+        if not isinstance(outputs, Tensor) or outputs.ndim == 0:
+            raise ArgumentTypeError(
+                f"CrossEntropy needs logits as one tensor [..., C]; got {type(outputs).__name__}. Let predict return "
+                "the logits alone."
+            )
         targets = self.targets(batch)
+        if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+            got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+            raise ArgumentTypeError(
+                f"CrossEntropy.targets must return class indices, a tensor of int64; got {got}. Convert with .long()."
+            )
         if targets.shape != outputs.shape[:-1]:
             raise ArgumentError(
                 f"CrossEntropy needs one class index for each row of logits, of shape {list(outputs.shape[:-1])} "

@@ -107,7 +107,7 @@ class Passes:
             named = {f"model.{key}": x for key, x in weights.items()}
             loss = torch.func.functional_call(self._losses, named, (function, batch), tie_weights=True)
         loss = checked_loss(name, loss)
-        _refuse_not_finite(name, loss)
+        refuse_not_finite(name, loss)
         if weights is not None:
             self._refuse_captured(name, loss, weights)
         return loss
@@ -200,7 +200,8 @@ def checked_loss(name: str, loss: object) -> Tensor:
     return loss.reshape(())
 
 
-def _refuse_not_finite(name: str, loss: Tensor) -> None:
+def refuse_not_finite(name: str, loss: Tensor) -> None:
+    """Raise for a loss of NaN or infinity."""
     if not bool(torch.isfinite(loss)):
         raise EvaluationError(
             f"{name} must be finite; got {float(loss.detach())}. Lower the learning rates, clip the gradients, "

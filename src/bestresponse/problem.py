@@ -1,5 +1,6 @@
 """Two losses over weights and hyperparameters: equation 1 of the paper."""
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -182,6 +183,11 @@ def settings_of(value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         inside = ", ".join(f"{f.name}={settings_of(getattr(value, f.name))}" for f in fields(value))
         return f"{type(value).__name__}({inside})"
+    if isinstance(value, functools.partial):
+        arguments = [value.func, *value.args, *sorted(value.keywords.items())]
+        return f"partial({', '.join(map(settings_of, arguments))})"
+    if repr(value) == object.__repr__(value):  # which would tell an address
+        return type(value).__qualname__
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name else repr(value)
 

@@ -63,7 +63,8 @@ class Tuner:
         callbacks: functions of the tuner, called after each hyper-step; see `bestresponse.callbacks`.
 
     Attributes:
-        history: a dict for each hyper-step, with the losses and what the solve reported.
+        history: a dict for each hyper-step, with the losses and what the solve reported, the damping or scale
+            that it chose among it.
         hyper_step, weight_step: the numbers of steps made.
 
     Raises:
@@ -310,6 +311,7 @@ class Tuner:
             row["products"] = result.solve.products
             row["residual"] = result.solve.residual
             row["hypergradient_error"] = result.solve.hypergradient_error
+            row["damping"], row["scale"] = result.solve.damping, result.solve.scale
         return row
 
     def _step_scheduler(self, scheduler: Any, val_loss: float | None = None) -> None:

@@ -104,25 +104,27 @@ class ConjugateGradient(Solver):
         damping = None if self._chooses_now(system) else self.shift(system.memory)
         run = _Run(system.b)
         precondition = self._preconditioner(system, damping)
+        plain = not self.diagonal and not self.recycle
         z = precondition(run.r)
         p, rz = _tree.copy(z), _tree.dot(run.r, z)
         del z
-        converged = self.tolerance * system.target
+        converged = max(self.tolerance * system.target, run.floor)
         while run.residual > converged and run.step < self.max_steps:
             product = system.A(p)
             along, square = _tree.dot(p, product), _tree.dot(p, p)
             if damping is None:
                 damping = _FIRST_DAMPING * abs(along) / square if math.isfinite(along) else 0.0
             curvature = along + damping * square
-            run.pivots.append(curvature / rz if rz else math.inf)
-            if not run.accepts(along, square, damping):
+            if not run.at_rounding:
+                run.pivots.append(curvature / rz)
+            if not run.accepts(along, square, damping, None if plain else rz):
                 break
             step = rz / curvature
             if self.recycle:
                 run.pairs.append(pair(p, product, damping, curvature))
             run.advance(p, step)
             if run.step % _CHECK_EVERY == 0 and run.step < self.max_steps:
-                run.r = system.residual(run.x, damping)
+                run.recompute(system.residual(run.x, damping), p, product, step, damping)
             else:
                 _tree.add_(_tree.add_(run.r, product, -step), p, -step * damping)
             if not run.measure(p, step):
@@ -130,7 +132,8 @@ class ConjugateGradient(Solver):
             del product
             z = precondition(run.r)
             rz, previous = _tree.dot(run.r, z), rz
-            run.ratios.append(rz / previous)
+            if not run.at_rounding:
+                run.ratios.append(rz / previous)
             p = _tree.add_(_tree.scale_(p, rz / previous), z)
         return self._finish(run, system, damping or 0.0)
 
@@ -155,7 +158,7 @@ class ConjugateGradient(Solver):
 
     def _finish(self, run: "_Run", system: System, damping: float) -> Solution:
         target = system.target
-        converged = self.tolerance * target
+        converged = max(self.tolerance * target, run.floor)
         status = run.status
         if status is Status.STEP_LIMIT and run.residual <= converged:
             status = Status.CONVERGED
@@ -163,7 +166,7 @@ class ConjugateGradient(Solver):
             status = Status.DIVERGED
         x, residual = (run.best, run.smallest) if status.failed else (run.x, run.residual)
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
-        ritz = None if self.diagonal or self.recycle else run.ritz_values(damping)
+        ritz = None if self.diagonal or self.recycle else run.ritz_values(damping)  # of M⁻¹A otherwise
         detail = ""
         if status is Status.DIVERGED:
             detail = f"the last residual was {run.residual / target:.2g} times that of zero"
@@ -201,26 +204,38 @@ class _Run:
         self.pivots: list[float] = []
         self.ratios: list[float] = []
         self._kept: Tree | None = None
+        eps = max(torch.finfo(x.dtype).eps for x in b.values())
         self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in b.values())
+        # Steps along a residual of this size change nothing in the sum, and its square may underflow.
+        self.floor = eps * eps
+        # Whether the coefficients have stopped to be those of the Lanczos process.
+        self.at_rounding = False
+        # The smallest and the largest pᵀ(A + δI)p by the norm that the preconditioner makes.
+        self._least, self._most = math.inf, 0.0
 
     @property
     def best(self) -> Tree:
         """The iterate with the smallest residual, which is the present one unless another was kept."""
         return self.x if self._kept is None else self._kept
 
-    def accepts(self, along: float, square: float, damping: float) -> bool:
-        """Whether the curvature along a direction is positive, beyond rounding."""
+    def accepts(self, along: float, square: float, damping: float, rz: float | None) -> bool:
+        """Whether the curvature along a direction is positive, beyond rounding.
+
+        With a preconditioner rᵀz stands for pᵀp: it makes curvatures alike that lie far apart in A.
+        """
         if not math.isfinite(along) or not square > 0.0:
             self.status = Status.NOT_FINITE
             return False
         curvature = along / square
-        earlier = self.lowest
-        self.lowest, self.highest = min(earlier, curvature), max(self.highest, curvature)
-        rounding = self._precision * (self.highest + damping)
-        if earlier + damping <= rounding:
+        self.lowest, self.highest = min(self.lowest, curvature), max(self.highest, curvature)
+        scaled = (along + damping * square) / (rz or square)
+        earlier, self._most = self._least, max(self._most, scaled)
+        self._least = min(earlier, scaled)
+        rounding = self._precision * self._most
+        if earlier <= rounding:
             # A step was made along a curvature that now shows to be rounding: nothing of it can be trusted.
             self._kept, self.smallest = _tree.zeros_like(self.x), 1.0
-        elif curvature + damping > rounding:
+        elif scaled > rounding:
             return True
         self.status = Status.NEGATIVE_CURVATURE
         return False
@@ -241,6 +256,13 @@ class _Run:
             matrix = matrix + off + off.T
         values = torch.linalg.eigvalsh(matrix)
         return float(values[0]) - damping, float(values[-1]) - damping
+
+    def recompute(self, residual: Tree, p: Tree, product: Tree, step: float, damping: float) -> None:
+        """Take the residual that was computed anew; where the recurrence has drifted from it, conjugacy is lost."""
+        _tree.add_(_tree.add_(self.r, product, -step), p, -step * damping)
+        drift = _tree.norm(_tree.add_(self.r, residual, -1.0))
+        self.at_rounding = self.at_rounding or not drift <= 0.1 * _tree.norm(residual)
+        self.r = residual
 
     def advance(self, p: Tree, step: float) -> None:
         self.step += 1

@@ -50,6 +50,8 @@ def estimated_diagonal(A: Product, like: Tree, earlier: tuple[Tree, int] | None)
             for name, x in like.items()
         }
         product = A(signs)
+        if _tree.not_finite(product):
+            continue  # it would stay in the mean for good
         rate = max(1.0 / count, _FORGETTING)
         total = {name: x + rate * (signs[name] * product[name] - x) for name, x in total.items()}
     return total, count
