@@ -198,14 +198,14 @@ def main() -> None:
     images = data.load("mnist", options.data_dir)
     chosen = [name for name in METHODS if any(name.startswith(given) for given in options.methods)]
     # Methods in turn within a seed, so that a drift of the machine's speed meets all of them.
-    rows = [
-        run(options.model, name, seed, images, options.hyper_steps)
-        for seed in range(options.seeds)
-        for name in chosen
-    ]
     options.out.mkdir(parents=True, exist_ok=True)
-    result = {"rows": rows, "versions": versions()}
-    (options.out / f"{options.model}.json").write_text(json.dumps(result, indent=2) + "\n")
+    rows: list[dict[str, Any]] = []
+    for seed in range(options.seeds):
+        for name in chosen:
+            rows.append(run(options.model, name, seed, images, options.hyper_steps))
+            # As they come: a long run may be cut off.
+            result = {"rows": rows, "versions": versions()}
+            (options.out / f"{options.model}.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(rows, options.out / f"{options.model}.png")
     print(table(summary(rows)))
     print(f"\nwritten to {options.out}")

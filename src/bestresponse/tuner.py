@@ -161,9 +161,13 @@ class Tuner:
         """Write the run into one file, from which `load` goes on as if nothing had happened.
 
         Weights, buffers, hyperparameters, optimisers, schedulers, what the method remembers, the history, the
-        state of callbacks that have a ``state_dict``, the positions in both collections of batches, and the
-        random state. The file is whole at any time: it is written beside its place and moved there. In the
-        middle of a run, `callbacks.Checkpoint` calls this.
+        state of callbacks that have a ``state_dict`` (and of a weight optimiser that is a function, if it has
+        one), the positions in both collections of batches, and the random state. The file is whole at any
+        time: it is written beside its place and moved there. In the middle of a run, `callbacks.Checkpoint`
+        calls this.
+
+        Raises:
+            ArgumentError: the file cannot be written, or a state is not of tensors and plain data.
         """
         checkpoint.save(self, path)
 
@@ -171,9 +175,11 @@ class Tuner:
         """Put everything that `save` wrote back into a tuner that was made in the same way.
 
         The next `fit` goes on in the middle of the round of batches, with the random state of then. Batches
-        come in the same order from lists, from a DataLoader (its samplers' generators, and those of its
-        dataset, are restored), and from loaders with a ``state_dict``; other collections must come in the same
-        order by themselves, or draw it from torch's, Python's or NumPy's global generators.
+        come in the same order from lists, from loaders with a ``state_dict``, and from a DataLoader (with the
+        generators of its samplers and datasets; there is a warning for persistent workers). Any other
+        collection must come in the same order by itself, or draw its order when a round begins, from a
+        generator that is its attribute or from a global one. A round of many batches is gone through again
+        to where it was.
 
         Raises:
             ArgumentError: the file is no such file, or model, hyperparameters, optimisers or schedulers are
