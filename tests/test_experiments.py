@@ -53,6 +53,24 @@ def test_overfit_on_digits_writes_its_files(tmp_path, capsys):
     assert result["rows"][0]["validation error"] < 0.6
 
 
+def test_a_saved_run_is_resumed(tmp_path, capsys):
+    def losses(folder):
+        rows = [json.loads(row) for row in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        return [(row["hyper_step"], row["val_loss"], row.get("test_error")) for row in rows]
+
+    options = ("--model", "linear", "--method", "neumann-auto")
+    run("--steps", 8, *options, "--out", tmp_path / "whole")
+    run("--steps", 5, *options, "--out", tmp_path / "pieces", "--save-every", 3)
+    assert run("--steps", 8, *options, "--out", tmp_path / "pieces", "--resume") == 0
+    assert losses("pieces") == losses("whole")
+    assert run("--steps", 9, *options, "--seed", 1, "--out", tmp_path / "pieces", "--resume") == 1
+    assert "it had seed=0" in capsys.readouterr().err
+    assert run("--steps", 9, *options, "--out", tmp_path / "whole", "--resume") == 1
+    assert "has no run.pt. Begin it with --save-every" in capsys.readouterr().err
+    run("--steps", 1, *options, "--out", tmp_path / "pieces")
+    assert not (tmp_path / "pieces" / "run.pt").exists()
+
+
 def test_a_run_is_reproducible(tmp_path):
     headlines = []
     for name in ("a", "b"):

@@ -80,6 +80,10 @@ class Overfit:
     """The natural logarithm of each decay at the start."""
     seed: int = 0
     """Draws the examples and the initial weights."""
+    save_every: int = 0
+    """Hyper-steps between two saves of the whole run into run.pt, in the run's folder; 0 saves nothing."""
+    resume: bool = False
+    """Go on from run.pt of the run's folder, up to --steps hyper-steps in all."""
     device: str = "cpu"
     """Where to compute: cpu, cuda, ..."""
     threads: int = 0
@@ -107,7 +111,7 @@ def run(config: Overfit) -> Path:
     make = _maker(config, images, device)
     del images
     folder = config.out or Path("runs") / f"overfit-{config.data}-{config.model}"
-    record = runs.Run(folder, "overfit", config, figures=["errors.png"])
+    record = runs.Run(folder, "overfit", config, figures=["errors.png"], resume=config.resume)
     plain_seconds, plain_bytes = _plain_training(make(), train, config)
 
     problem = make()
@@ -124,10 +128,14 @@ def run(config: Overfit) -> Path:
         seed=config.seed,
         callbacks=[measure, callbacks.JSONLines(record.metrics), callbacks.Progress()],
     )
+    if config.save_every:
+        tuner.callbacks.append(callbacks.Checkpoint(record.state, config.save_every))
+    if config.resume:
+        tuner.load(record.state)
     peak = runs.Peak(device).begin()
     interrupted = False
     try:
-        tuner.fit([train], [val], config.steps)
+        tuner.fit([train], [val], max(0, config.steps - tuner.hyper_step))
     except KeyboardInterrupt:
         interrupted = True
         print(
@@ -150,8 +158,9 @@ def _checked(config: Overfit) -> torch.device:
     for name in ("steps", "weight_steps", "train_size", "val_size", "weight_rate", "hyper_rate"):
         if not getattr(config, name) > 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be positive; got {getattr(config, name)}.")
-    if config.threads < 0:
-        raise ArgumentError(f"--threads must be ≥ 0; got {config.threads}.")
+    for name in ("threads", "save_every"):
+        if getattr(config, name) < 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be ≥ 0; got {getattr(config, name)}.")
     METHODS[config.method](config.terms, config.scale, nn.Identity())  # raises for terms out of their range
     try:
         return torch.empty(0, device=config.device).device

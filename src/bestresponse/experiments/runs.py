@@ -15,34 +15,66 @@ import torch
 from ..callbacks import to_json
 from ..errors import ArgumentError
 
+# What does not change where a run goes.
+_MAY_CHANGE = {"steps", "save_every", "resume", "threads", "device", "data_dir", "out"}
+
 
 class Run:
     """A folder with ``config.json``, ``metrics.jsonl``, ``result.json`` and the figures drawn from them.
 
-    Opening one begins it anew: rows and result of an earlier run in the same folder are removed.
+    Opening one begins it anew: rows, saved state and result of an earlier run in the same folder are removed.
 
     Args:
         folder: where to write; it is made.
         experiment: the experiment's name, which `bestresponse plot` reads.
         config: a dataclass, written to ``config.json``.
         figures: the names of the figures that will be drawn.
+        resume: whether to keep what is there, and go on with it.
 
     Raises:
-        ArgumentError: the folder cannot be made or written to.
+        ArgumentError: the folder cannot be made or written to; or ``resume``, and it holds no saved state, or
+            that of another configuration.
     """
 
-    def __init__(self, folder: Path, experiment: str, config: Any, figures: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        experiment: str,
+        config: Any,
+        figures: Sequence[str] = (),
+        resume: bool = False,
+    ) -> None:
         self.folder = folder
         self._began = time.perf_counter()
+        if resume:
+            self._check_resumed({"experiment": experiment, **as_json(config)})
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "result.json", *figures):
+            for name in () if resume else ("metrics.jsonl", "result.json", self.state.name, *figures):
                 (folder / name).unlink(missing_ok=True)
             write_whole(folder / "config.json", {"experiment": experiment, **as_json(config)})
         except OSError as error:
             raise ArgumentError(
                 f"--out must name a folder that can be written to; got {folder}: {error.strerror}. Name another."
             ) from error
+
+    def _check_resumed(self, config: dict[str, Any]) -> None:
+        before = read_config(self.folder)
+        if not self.state.is_file():
+            raise ArgumentError(
+                f"--resume needs a saved run; {self.folder} has no {self.state.name}. Begin it with --save-every."
+            )
+        names = config.keys() - _MAY_CHANGE
+        differing = [f"{n}={before.get(n)!r}" for n in sorted(names) if before.get(n) != config[n]]
+        if differing:
+            raise ArgumentError(
+                f"--resume goes on with the options that the run was begun with; it had {', '.join(differing)}."
+            )
+
+    @property
+    def state(self) -> Path:
+        """The file of the whole run's state."""
+        return self.folder / "run.pt"
 
     @property
     def metrics(self) -> Path:
