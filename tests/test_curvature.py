@@ -153,6 +153,43 @@ def test_gauss_newton_says_what_it_needs(predict_, loss, rest, words):
         br.hypergradient(problem, train, val, br.Implicit(curvature=br.GaussNewton(predict_, loss, rest)))
 
 
+def test_hyperparameters_in_the_loss_are_handed_on_as_outputs():
+    """The weighted cross-entropy of sources, as the documentation has it."""
+    problem, (x, y), val = cases.network()
+    source = torch.arange(12) % 3
+    hyper = nn.ParameterDict({"logits": torch.randn(3)})
+    decay = WeightDecay(problem.model, initial=0.1)
+    for parameter in decay.parameters():
+        parameter.requires_grad_(False)
+
+    def weighted(logits, weights):
+        return (weights * F.cross_entropy(logits, y, reduction="none")).mean()
+
+    def train_loss(model, hyper, batch):
+        return weighted(model(x), hyper["logits"].sigmoid()[source]) + decay(model)
+
+    tuned = br.Problem(problem.model, hyper, train_loss, problem.val_loss)
+    method = br.Implicit(
+        br.Exact(),
+        br.GaussNewton(
+            lambda model, hyper, batch: (model(x), hyper["logits"].sigmoid()[source]),
+            lambda outputs, batch: weighted(*outputs),
+            rest=decay,
+        ),
+    )
+    h = br.hypergradient(tuned, (x, y), val, method)
+    fixed = hyper["logits"].detach().sigmoid()[source]
+    without = br.GaussNewton(lambda m, h, b: m(x), lambda z, b: weighted(z, fixed), rest=decay)
+    with tuned.undisturbed() as passes:
+        systems = [c.linearise(passes, (x, y)) for c in (method.curvature, without)]
+        v = {n: torch.randn_like(w) for n, w in tuned.weights.items()}
+        one, other = (system(v) for system in systems)
+    assert all(torch.allclose(one[n], other[n], rtol=1e-12) for n in v)
+    exact = br.hypergradient(tuned, (x, y), val, br.Implicit(br.Exact()))
+    assert h.norm > 0
+    assert h.total["logits"].shape == exact.total["logits"].shape
+
+
 def test_gauss_newton_sees_a_loss_that_is_not_finite_at_any_call():
     problem, train, val = cases.network()
     method = br.Implicit(curvature=br.GaussNewton(predict, output_loss, problem.hyper))

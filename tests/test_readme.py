@@ -10,7 +10,8 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_python_of_the_readme_runs_and_tunes(capsys):
+def test_the_python_of_the_readme_runs_and_tunes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     names: dict = {}

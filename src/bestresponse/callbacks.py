@@ -75,7 +75,8 @@ class Evaluate:
 class KeepBest:
     """Keep a copy of weights, buffers and hyperparameters where a number of the history was best.
 
-    The copy is made when the hyper-step is done: a row's ``val_loss`` was measured at its weights, just
+    `restore` puts it back. The copy is made when the hyper-step is done: a row's ``val_loss`` was measured at
+    its weights, just
     before its hyperparameters moved.
 
     Args:

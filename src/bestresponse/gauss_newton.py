@@ -36,7 +36,8 @@ class GaussNewton(Curvature):
     Hessian product more for each product.
 
     Args:
-        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors.
+        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors. Where the loss
+            weighs its terms by hyperparameters, they are handed on as outputs too.
         loss: (outputs, batch) -> scalar, which may not depend on the weights but through the outputs. One
             with a method ``output_hessian(outputs, batch)`` that returns the map u ↦ H u uses that, as
             `losses.CrossEntropy` does; for any other H is by autograd.
@@ -197,7 +198,8 @@ def _compare(curvature: GaussNewton, passes: Passes, batch: Any, whole: Tensor) 
     if not abs(got - expected) <= 1e-3 * max(abs(expected), abs(got)) + 1e-6:
         raise EvaluationError(
             f"loss(predict(...)) + rest must equal train_loss; got {got:.6g} and {expected:.6g}. "
-            "Give as rest what train_loss adds (a regulariser), or leave rest out."
+            "Give as rest what train_loss adds (a regulariser), and let predict return hyperparameters that the "
+            "loss weighs its terms with as further outputs; or leave rest out."
         )
 
 
