@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .tuner import Tuner
 
 _FORMAT = 1
-_COUNTERS = ("hyper_step", "weight_step")
+_PROGRESS = ("hyper_step", "weight_step", "history")
 _SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
 _MODULES = ("model", "hyper")
 _PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_scheduler")
@@ -40,9 +40,8 @@ def save(tuner: "Tuner", path: str | Path) -> None:
         "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
         "method": {"settings": settings_of(tuner.method), "solution": state.solution, "memory": state.memory},
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
-        "counters": {name: getattr(tuner, name) for name in _COUNTERS},
+        "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         "settings": {name: getattr(tuner, name) for name in _SETTINGS},
-        "history": tuner.history,
         **where,
     }
     content = {name: _as_data(value, name) for name, value in content.items()}
@@ -72,7 +71,8 @@ def load(tuner: "Tuner", path: str | Path) -> None:
     problem, parts = tuner.problem, _parts(tuner)
     for name in _MODULES:
         _check_module(name, getattr(problem, name), content["modules"][name])
-    kinds, saved = ({n: k for n, (k, _) in x.items()} for x in (_named(parts), content["parts"]))
+    kinds = {name: type(part).__name__ for name, part in parts.items()}
+    saved = {name: kind for name, (kind, _) in content["parts"].items()}
     if kinds != saved:
         raise ArgumentError(
             f"the tuner must be made as the one that was saved, with {saved}; got {kinds}. Make it in the same way."
@@ -88,8 +88,8 @@ def load(tuner: "Tuner", path: str | Path) -> None:
     for name in _MODULES:
         _load_module(getattr(problem, name), content["modules"][name])
     _load_method(tuner, content["method"])
-    for name in (*_COUNTERS, "history"):
-        setattr(tuner, name, content[name] if name == "history" else content["counters"][name])
+    for name in _PROGRESS:
+        setattr(tuner, name, content["progress"][name])
     tuner.streams.clear()
     tuner.resumed = {"streams": content["streams"], "random": content["random"]}
     waiting = list(content["callbacks"])
@@ -98,10 +98,6 @@ def load(tuner: "Tuner", path: str | Path) -> None:
         if found is not None:
             waiting.remove(found)
             callback.load_state_dict(found[1])
-
-
-def _named(parts: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    return {name: (type(part).__name__, part) for name, part in parts.items()}
 
 
 def _parts(tuner: "Tuner") -> dict[str, Any]:
