@@ -77,6 +77,9 @@ METHODS: dict[str, Callable[[nn.Module], br.Method]] = {
     "the same, 2 steps": lambda decay: br.Implicit(
         br.ConjugateGradient(2, damping=None), gauss_newton(decay), warm_start=True
     ),
+    "the same, 2 steps, damping=0.1": lambda decay: br.Implicit(
+        br.ConjugateGradient(2, damping=0.1), gauss_newton(decay), warm_start=True
+    ),
     "the same, 2 steps, recycle=20": lambda decay: br.Implicit(
         br.ConjugateGradient(2, damping=None, recycle=20), gauss_newton(decay), warm_start=True
     ),
