@@ -8,7 +8,6 @@ prints one table, and writes cost.json and cost.png into --out.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -22,11 +21,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-import torch.nn.functional as F
+from classification import Batch, train_loss, val_loss
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse.experiments.runs import table, versions
+from bestresponse.experiments.runs import table, versions, write_whole
 
 PRODUCTS = (0, 1, 3, 10, 20)
 
@@ -54,22 +53,16 @@ def convolutional() -> tuple[nn.Module, Tensor]:
 CASES = {"MLP": multilayer, "CNN": convolutional}
 
 
-def make(name: str) -> tuple[br.Problem, tuple[Tensor, Tensor]]:
+def make(name: str) -> tuple[br.Problem, Batch]:
     torch.manual_seed(0)
     model, x = CASES[name]()
     decay = br.hyperparameters.WeightDecay(model)
-
-    def train_loss(model: nn.Module, decay: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1]) + decay(model)
-
-    def val_loss(model: nn.Module, decay: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
 
     batch = (x, torch.randint(10, (len(x),)))
     return br.Problem(model, decay, train_loss, val_loss), batch
 
 
-def training_gradient(problem: br.Problem, batch: tuple[Tensor, Tensor]) -> None:
+def training_gradient(problem: br.Problem, batch: Batch) -> None:
     loss = problem.train_loss(problem.model, problem.hyper, batch)
     torch.autograd.grad(loss, list(problem.weights.values()))
 
@@ -155,7 +148,7 @@ def main() -> None:
     rows = [row for name in CASES for row in rows_of(name, options.repeats)]
     options.out.mkdir(parents=True, exist_ok=True)
     result = {"rows": rows, "versions": versions(), "repeats": options.repeats}
-    (options.out / "cost.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_whole(options.out / "cost.json", result)
     draw(rows, options.out / "cost.png")
     print(table(rows))
     print(f"\nwritten to {options.out}")

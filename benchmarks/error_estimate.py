@@ -9,7 +9,6 @@ prints the share of estimates within a factor of three; error_estimate.json and 
 """
 
 import argparse
-import json
 import math
 import statistics
 import warnings
@@ -23,14 +22,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from classification import Batch, output_loss, predict, train_loss, val_loss
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse import _tree
-from bestresponse.experiments.runs import table, versions
-
-Batch = tuple[Tensor, Tensor, Tensor]
+from bestresponse.experiments.runs import table, versions, write_whole
 
 
 class ExampleWeights(nn.Module):
@@ -40,23 +38,6 @@ class ExampleWeights(nn.Module):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(examples))
         self.log_decay = nn.Parameter(torch.tensor(-4.0))
-
-
-def predict(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    outputs: Tensor = model(batch[0])
-    return outputs
-
-
-def output_loss(outputs: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(outputs, batch[1])
-
-
-def val_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    return output_loss(predict(model, hyper, batch), batch)
-
-
-def decayed_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    return val_loss(model, hyper, batch) + hyper(model)
 
 
 def weighted_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
@@ -112,7 +93,7 @@ def run(name: str, method_name: str, seed: int, hyper_steps: int) -> list[tuple[
     else:
         hyper = br.hyperparameters.WeightDecay(model, per=kind, initial=math.exp(-6))
         curvature = br.GaussNewton(predict, output_loss, rest=hyper)
-        problem = br.Problem(model, hyper, decayed_loss, val_loss)
+        problem = br.Problem(model, hyper, train_loss, val_loss)
     method = METHODS[method_name](curvature)
     weights = torch.optim.Adam(problem.weights.values(), 1e-2)
     rates = torch.optim.Adam(problem.hyperparameters.values(), 0.03)
@@ -200,8 +181,7 @@ def main() -> None:
                 rows.append({"problem": problem, "method": method, "pairs": pairs})
                 print(summary(rows[-1:])[0], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"rows": rows, "versions": versions()}, indent=2)
-    (options.out / "error_estimate.json").write_text(text + "\n")
+    write_whole(options.out / "error_estimate.json", {"rows": rows, "versions": versions()})
     draw(rows, options.out / "error_estimate.png")
     print(table(summary(rows)))
     print(f"\nwritten to {options.out}")

@@ -9,43 +9,23 @@ prints one table, and writes products.json into --out.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from classification import Batch, output_loss, predict, train_loss, val_loss
 from cost import measure, peak_bytes
 from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse import _tree
-from bestresponse.experiments.runs import table, versions
-
-Batch = tuple[Tensor, Tensor]
-
-
-def predict(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    outputs: Tensor = model(batch[0])
-    return outputs
-
-
-def output_loss(outputs: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(outputs, batch[1])
+from bestresponse.experiments.runs import table, versions, write_whole
 
 
 def penalty(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = hyper(model)
     return loss
-
-
-def train_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    return output_loss(predict(model, hyper, batch), batch) + hyper(model)
-
-
-def val_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    return output_loss(predict(model, hyper, batch), batch)
 
 
 def network() -> tuple[nn.Module, Batch]:
@@ -114,7 +94,7 @@ def main() -> None:
     rows = [row for case in CASES for row in run(case, options.repeats)]
     options.out.mkdir(parents=True, exist_ok=True)
     result = {"rows": rows, "threads": options.threads, "versions": versions()}
-    (options.out / "products.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_whole(options.out / "products.json", result)
     print(table(rows))
     print(f"\nwritten to {options.out}")
 

@@ -11,7 +11,6 @@ prints one table, and writes recycling.json and recycling.png into --out.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,23 +22,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from classification import Batch, train_loss, val_loss
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse.experiments.runs import table, versions
+from bestresponse.experiments.runs import table, versions, write_whole
 
-Batch = tuple[Tensor, Tensor]
 BEGIN = 40
-
-
-def val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    penalty: Tensor = decay(model)
-    return val_loss(model, decay, batch) + penalty
 
 
 def warm(steps: int, **settings: Any) -> br.Method:
@@ -177,8 +167,7 @@ def main() -> None:
         for seed in range(options.seeds)
     ]
     options.out.mkdir(parents=True, exist_ok=True)
-    result = {"rows": rows, "versions": versions()}
-    (options.out / "recycling.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_whole(options.out / "recycling.json", {"rows": rows, "versions": versions()})
     draw(rows, options.out / "recycling.png")
     print(table(summary(rows)))
     print(f"\nwritten to {options.out}")

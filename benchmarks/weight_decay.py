@@ -12,7 +12,6 @@ BESTRESPONSE_DATA.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,30 +22,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from classification import Batch, output_loss, predict, train_loss, val_loss
+from torch import nn
 
 import bestresponse as br
 from bestresponse.experiments import data
-from bestresponse.experiments.runs import table, versions
-
-Batch = tuple[Tensor, Tensor]
-
-
-def predict(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    return model(batch[0])
-
-
-def output_loss(outputs: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(outputs, batch[1])
-
-
-def val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    return output_loss(predict(model, decay, batch), batch)
-
-
-def train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    return val_loss(model, decay, batch) + decay(model)
+from bestresponse.experiments.runs import table, versions, write_whole
 
 
 def gauss_newton(decay: nn.Module) -> br.GaussNewton:
@@ -208,7 +189,7 @@ def main() -> None:
             rows.append(run(options.model, name, seed, images, options.hyper_steps))
             # As they come: a long run may be cut off.
             result = {"rows": rows, "versions": versions()}
-            (options.out / f"{options.model}.json").write_text(json.dumps(result, indent=2) + "\n")
+            write_whole(options.out / f"{options.model}.json", result)
     draw(rows, options.out / f"{options.model}.png")
     print(table(summary(rows)))
     print(f"\nwritten to {options.out}")

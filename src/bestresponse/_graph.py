@@ -139,6 +139,14 @@ def vector_product(
         raise second_derivative_error("an operation of the training loss", str(error)) from error
 
 
+def plus(total: Tensor | None, part: Tensor | None, weight: float = 1.0) -> Tensor | None:
+    """Total + weight · part, for derivatives that are None where an input is not reached."""
+    if part is None:
+        return total
+    part = part if weight == 1.0 else weight * part
+    return part if total is None else total + part
+
+
 def second_derivative_error(operation: str, reason: str) -> SecondDerivativeError:
     """One form for all of them: required, got, do this."""
     said = f"{operation} {reason}"

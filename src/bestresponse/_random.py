@@ -1,4 +1,4 @@
-"""The random state of every generator that a loss or a loader may draw from, as plain data."""
+"""The random state of every generator that a loss or a loader may draw from."""
 
 import random
 import sys
@@ -16,8 +16,7 @@ def snapshot() -> State:
     """The states of torch's, Python's and (where it is loaded) NumPy's global generators, and of every device's."""
     states: State = [("torch", torch.get_rng_state()), ("random", random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states.append(("numpy", (kind, keys.tolist(), *rest)))
+        states.append(("numpy", numpy.random.get_state()))
     for module, index in _accelerators():
         states.append((f"device {index}", module.get_rng_state(index)))
     return states

@@ -1,15 +1,10 @@
-"""What `Tuner` requires of its optimisers and counts."""
+"""What `Tuner` requires of its optimisers."""
 
 import torch
 from torch.optim import Optimizer
 
 from .errors import ArgumentError, ArgumentTypeError
 from .problem import Problem
-
-
-def check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ArgumentError(f"{name} must be an integer ≥ 0; got {value!r}.")
 
 
 def check_weight_optimizer(problem: Problem, optimizer: object) -> None:

@@ -55,7 +55,7 @@ class Stream:
         )
 
     def state(self) -> dict[str, Any]:
-        """Where the stream is, as plain data."""
+        """Where the stream is, as data that can be saved."""
         if self._iterator is None:
             return {}
         if self._keeps_position():

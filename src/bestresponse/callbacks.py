@@ -76,8 +76,7 @@ class KeepBest:
     """Keep a copy of weights, buffers and hyperparameters where a number of the history was best.
 
     `restore` puts it back. The copy is made when the hyper-step is done: a row's ``val_loss`` was measured at
-    its weights, just
-    before its hyperparameters moved.
+    its weights, just before its hyperparameters moved.
 
     Args:
         key: the number's name in the rows, such as "val_loss" or one that `Evaluate` adds.
@@ -223,15 +222,20 @@ class JSONLines:
                 kept += [line] if json.loads(line)["hyper_step"] < hyper_step else []
             except (ValueError, KeyError, TypeError):
                 continue
-        part = self.path.with_name(f".{self.path.name}.part")
-        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        part.replace(self.path)
+        replace_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def close(self) -> None:
         """Close the file; the next row opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that it is either the old one or the new one, and never a part."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -258,10 +258,7 @@ class _Mean(Linearisation):
         for number, weight in enumerate(self._batches.weights):
             with self._part(number) as part:
                 products = part.mixed({name: v[name] for name in part.names}, last or self._batches.recompute)
-            for name, product in products.items():
-                if product is not None:
-                    sofar = total[name]
-                    total[name] = weight * product if sofar is None else sofar.add_(product, alpha=weight)
+            total = {n: _graph.plus(sofar, products[n], weight) for n, sofar in total.items()}
         if last:
             self._parts = []
         return total

@@ -134,7 +134,7 @@ class _OuterProduct(Linearisation):
         total: list[Tensor | None] = [None] * len(inputs)
         for gradient in (self._fitted, self._rest):
             part = _graph.vector_product(gradient, inputs, v, retain_graph=True)
-            total = [a if b is None else b if a is None else a + b for a, b in zip(total, part, strict=True)]
+            total = list(map(_graph.plus, total, part))
         if last:
             self._outputs, self._pulled, self._rest, self._fitted = [], {}, {}, {}
             self._rest_loss, self._weigh = torch.zeros(()), list

@@ -188,7 +188,7 @@ class Implicit(Method):
         b = {n: val_gradient[n] for n in system.names}
         del val_gradient
         solution = self._solve(problem, system, b)
-        missing = self._missing(system, solution, _tree.norm(b))
+        missing = self._missing(system, solution, b)
         del b
         indirect = {n: None if x is None else -x for n, x in system.mixed(solution.x).items()}
         result = combine(problem, val_loss, direct, indirect)
@@ -201,7 +201,7 @@ class Implicit(Method):
         problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
         return replace(result, solve=report)
 
-    def _missing(self, system: Linearisation, solution: Solution, size: float) -> float | None:
+    def _missing(self, system: Linearisation, solution: Solution, b: Tree) -> float | None:
         """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
 
         A⁻¹ is taken as the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
@@ -210,7 +210,7 @@ class Implicit(Method):
             return None
         mixed = system.mixed(solution.residual, last=False)
         of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
-        return of_residual * _tree.norm(solution.x) / size if size > 0.0 else 0.0
+        return of_residual * _tree.norm(solution.x) / _tree.norm(b)
 
     def _solve(self, problem: Problem, system: Linearisation, b: Tree) -> Solution:
         assert self.solver is not None
@@ -257,7 +257,7 @@ def validation_gradient(
             loss = passes.val_loss(piece, None if weights is None else dict(weights))
         _graph.refuse_reentrant(loss)
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
-        total = [_plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
+        total = [_graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
         value += weight * float(loss.detach())
     of_weights = {
         n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
@@ -269,13 +269,6 @@ def validation_gradient(
             "Look for sqrt, log or division at zero in it."
         )
     return value, of_weights, direct
-
-
-def _plus(total: Tensor | None, gradient: Tensor | None, weight: float) -> Tensor | None:
-    if gradient is None:
-        return total
-    gradient = gradient if weight == 1.0 else weight * gradient
-    return gradient if total is None else total + gradient
 
 
 def refuse_unreached(
@@ -300,7 +293,6 @@ def combine(
     val_loss: float,
     direct: Mapping[str, Tensor | None],
     indirect: Mapping[str, Tensor | None],
-    solve: Report | None = None,
 ) -> Hypergradient:
     """Direct and indirect part with zeros for what is absent, and their sum."""
     idle = [n for n in indirect if indirect[n] is None and direct.get(n) is None]
@@ -316,4 +308,4 @@ def combine(
         direct_[name] = torch.zeros_like(parameter) if one is None else one
         indirect_[name] = torch.zeros_like(parameter) if other is None else other
         total[name] = direct_[name] + indirect_[name]
-    return Hypergradient(total, direct_, indirect_, val_loss, solve)
+    return Hypergradient(total, direct_, indirect_, val_loss)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _random, _tree, checkpoint
-from ._requirements import check_count, check_hyper_optimizer, check_weight_optimizer
+from ._requirements import check_hyper_optimizer, check_weight_optimizer
 from ._stream import Stream
 from .batches import weighted
 from .callbacks import Checkpoint
@@ -33,6 +33,7 @@ from .implicit import (
 from .passes import checked_loss
 from .problem import Problem
 from .result import Hypergradient
+from .solvers.base import require_integer
 
 WeightStep = Callable[[Problem, Any], None]
 Callback = Callable[["Tuner"], None]
@@ -135,7 +136,7 @@ class Tuner:
             EvaluationError: a loss or hypergradient is no longer finite.
             SolveError: a solve failed, and the policy is "raise".
         """
-        check_count("hyper_steps", hyper_steps)
+        require_integer("hyper_steps", hyper_steps, 0)
         self.problem.check_intact()
         train, val = self._streams(train_batches=train_batches, val_batches=val_batches)
         self.stopped = None
@@ -178,8 +179,7 @@ class Tuner:
         come in the same order from lists, from loaders with a ``state_dict``, and from a DataLoader (with the
         generators of its samplers and datasets; there is a warning for persistent workers). Any other
         collection must come in the same order by itself, or draw its order when a round begins, from a
-        generator that is its attribute or from a global one. A round of many batches is gone through again
-        to where it was.
+        generator that is its attribute or from a global one. A round is gone through again to its place.
 
         Raises:
             ArgumentError: the file is no such file, or model, hyperparameters, optimisers or schedulers are
@@ -222,7 +222,7 @@ class Tuner:
         Returns:
             The training loss at each step.
         """
-        check_count("steps", steps)
+        require_integer("steps", steps, 0)
         stream = Stream("batches", batches)
         if optimizer is not None:
             check_weight_optimizer(self.problem, optimizer)

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from ..callbacks import to_json
+from ..callbacks import replace_text, to_json
 from ..errors import ArgumentError
 
 # What does not change where a run goes.
@@ -133,9 +132,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def write_whole(path: Path, value: Any) -> None:
     """Write JSON so that the file is either the old one or the new one, and never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    replace_text(path, to_json(value, indent=2) + "\n")
 
 
 def as_json(config: Any) -> dict[str, Any]:

@@ -104,7 +104,6 @@ class ConjugateGradient(Solver):
         damping = None if self._chooses_now(system) else self.shift(system.memory)
         run = _Run(system.b)
         precondition = self._preconditioner(system, damping)
-        plain = not self.diagonal and not self.recycle
         z = precondition(run.r)
         p, rz = _tree.copy(z), _tree.dot(run.r, z)
         del z
@@ -117,7 +116,7 @@ class ConjugateGradient(Solver):
             curvature = along + damping * square
             if not run.at_rounding:
                 run.pivots.append(curvature / rz)
-            if not run.accepts(along, square, damping, None if plain else rz):
+            if not run.accepts(along, square, damping, rz if self._preconditioned else None):
                 break
             step = rz / curvature
             if self.recycle:
@@ -153,6 +152,10 @@ class ConjugateGradient(Solver):
             return quasi_newton(pairs, initial)
         return initial or (lambda r: r)
 
+    @property
+    def _preconditioned(self) -> bool:
+        return bool(self.diagonal or self.recycle)
+
     def _chooses_now(self, system: System) -> bool:
         return self.damping is None and "damping" not in system.memory
 
@@ -166,7 +169,7 @@ class ConjugateGradient(Solver):
             status = Status.DIVERGED
         x, residual = (run.best, run.smallest) if status.failed else (run.x, run.residual)
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
-        ritz = None if self.diagonal or self.recycle else run.ritz_values(damping)  # of M⁻¹A otherwise
+        ritz = None if self._preconditioned else run.ritz_values(damping)  # else they are those of M⁻¹A
         detail = ""
         if status is Status.DIVERGED:
             detail = f"the last residual was {run.residual / target:.2g} times that of zero"

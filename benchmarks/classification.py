@@ -1,0 +1,24 @@
+"""The losses of the benchmarks: cross-entropy of a model's logits, and a regulariser that takes the model."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, ...]
+
+
+def predict(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
+    outputs: Tensor = model(batch[0])
+    return outputs
+
+
+def output_loss(outputs: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(outputs, batch[1])
+
+
+def val_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
+    return output_loss(predict(model, hyper, batch), batch)
+
+
+def train_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
+    penalty: Tensor = hyper(model)
+    return val_loss(model, hyper, batch) + penalty
