@@ -1,6 +1,6 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -25,7 +25,8 @@ class Passes:
     Buffers, training modes and the random state of every device are put back at the end, also after
     an error. Each pass starts from the same buffers and the same random state, so that all of them see
     the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
-    state of its own.
+    state of its own. Torch's recurrent modules run without cuDNN, whose backward has no derivative and
+    refuses eval mode.
     """
 
     def __init__(self, problem: "Problem", seed: int | None = None) -> None:
@@ -53,6 +54,7 @@ class Passes:
         with self._stack:
             self._stack.enter_context(torch.inference_mode(False))
             self._stack.enter_context(torch.enable_grad())
+            self._stack.enter_context(_without_cudnn(m for m in modules if isinstance(m, nn.RNNBase)))
             if self._seed is not None:
                 _random.seed_all(self._seed)
                 self._replayed = _random.snapshot()
@@ -172,6 +174,28 @@ class Passes:
                 f"tensors in their place; it used the original {captured[:5]} as well. Replace the "
                 "captured module or parameter in the function by its argument."
             )
+
+
+@contextmanager
+def _without_cudnn(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Turn cuDNN off while one of these modules runs, and leave it to all others."""
+    cudnn = torch.backends.cudnn
+    before: list[bool] = []
+
+    def begin(*_: object) -> None:
+        before.append(cudnn.enabled)
+        cudnn.enabled = False
+
+    def end(*_: object) -> None:
+        if before:
+            cudnn.enabled = before.pop()
+
+    with ExitStack() as stack:
+        stack.callback(end)
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end, always_call=True).remove)
+        yield
 
 
 class _Losses(nn.Module):
