@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tyro")
 
 from bestresponse import cli  # noqa: E402
-from bestresponse.experiments import data, models, overfit, plots, runs  # noqa: E402
+from bestresponse.experiments import catalogue, data, models, overfit, runs  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -353,10 +353,10 @@ def test_a_run_begins_its_folder_anew(tmp_path):
         runs.read_rows(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(br.Error, match="must hold the configuration"):
-        plots.draw(tmp_path)
+        catalogue.draw(tmp_path)
     (tmp_path / "config.json").write_text('{"experiment": "other"}')
     with pytest.raises(br.Error, match="'other'"):
-        plots.draw(tmp_path)
+        catalogue.draw(tmp_path)
 
 
 def test_table():

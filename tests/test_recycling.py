@@ -85,6 +85,45 @@ def test_the_last_pairs_are_kept_and_those_of_failed_solves_are_not():
     assert "pairs" not in br.ConjugateGradient(3).solve(system.product, system.tree).memory
 
 
+def test_a_run_of_recycled_solves_beyond_rounding_stays_exact():
+    # More steps than the system has dimensions: directions made of rounding must not undo what was reached.
+    generator = torch.Generator().manual_seed(0)
+    q, _ = torch.linalg.qr(torch.randn(14, 14, generator=generator, dtype=torch.float64))
+    values = torch.logspace(-2, 1, 14, dtype=torch.float64)
+    solver = br.ConjugateGradient(max_steps=12, tolerance=0.0, recycle=20)
+    start, memory = None, None
+    for step in range(40):
+        matrix = q @ torch.diag(values * (1 + 0.01 * step)) @ q.T
+        b = q @ torch.ones(14, dtype=torch.float64) + 0.01 * step
+        solution = solver.solve(
+            lambda v, matrix=matrix: {"w": matrix @ v["w"]}, {"w": b}, start=start, memory=memory
+        )
+        start, memory = solution.x, solution.memory
+        assert not solution.report.status.failed
+    exact = torch.linalg.solve(matrix, b)
+    assert (start["w"] - exact).norm() < 1e-9 * exact.norm()
+
+
+def test_a_first_solve_makes_the_steps_that_were_asked_for_and_more_while_it_is_far():
+    generator = torch.Generator().manual_seed(0)
+    q, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator, dtype=torch.float64))
+
+    def solve(condition, max_steps, tolerance):
+        matrix = q @ torch.diag(torch.logspace(-condition, 0, 60, dtype=torch.float64)) @ q.T
+        solver = br.ConjugateGradient(max_steps, tolerance, damping=0.0).opening()
+        b = {"w": torch.ones(60, dtype=torch.float64)}
+        return solver.solve(lambda v: {"w": matrix @ v["w"]}, b).report
+
+    near, far, whole = solve(1, 12, 0.0), solve(6, 3, 0.0), solve(6, 30, 0.0)
+    assert near.steps == 12
+    assert near.residual < 1e-3
+    assert far.steps == 20
+    assert far.residual > 0.1
+    assert whole.steps == 30
+    assert solve(1, 12, 0.01).residual <= 0.01
+    assert solve(1, 1, 0.0).residual <= 0.1
+
+
 def test_pairs_of_another_precision_or_size_are_dropped():
     system = SYSTEMS["definite"]
     solver = br.ConjugateGradient(max_steps=3, recycle=5)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,23 @@ def _run(words: list[str]) -> int:
     try:
         import tyro
 
-        from .experiments import overfit, plots
+        from .experiments import catalogue
     except ModuleNotFoundError as error:
         raise Error(
             f"the command line needs the package {error.name!r}, which is not installed. "
             "Run: pip install 'bestresponse[experiments]'"
         ) from error
-    experiments: dict[str, tuple[type[Any], Any]] = {"overfit": (overfit.Overfit, overfit.run)}
+    experiments = catalogue.EXPERIMENTS
     usage = _USAGE.format(names=", ".join(experiments))
     match words:
         case ["reproduce", name, *rest] if name in experiments:
-            config, run = experiments[name]
-            run(tyro.cli(config, prog=f"bestresponse reproduce {name}", args=rest))
+            experiment = experiments[name]
+            default: Any = experiment.presets.get(_preset(rest), experiment.presets["smoke"])
+            prog = f"bestresponse reproduce {name}"
+            experiment.run(tyro.cli(type(default), prog=prog, args=rest, default=default))
         case ["plot", *rest]:
             plot = tyro.cli(tyro.conf.PositionalRequiredArgs[Plot], prog="bestresponse plot", args=rest)
-            print("\n".join(str(path) for path in plots.draw(plot.folder)))
+            print("\n".join(str(path) for path in catalogue.draw(plot.folder)))
         case ["--version", *_]:
             print(version("bestresponse"))
         case ["reproduce", name, *_] if not name.startswith("-"):
@@ -68,3 +71,13 @@ def _run(words: list[str]) -> int:
             print(f"{usage}\n\nbestresponse: no such command: {' '.join(words[:2])}", file=sys.stderr)
             return 2
     return 0
+
+
+def _preset(words: Sequence[str]) -> str:
+    """The value of --preset, which says where all other options begin."""
+    for word, following in pairwise([*words, ""]):
+        if word == "--preset":
+            return following
+        if word.startswith("--preset="):
+            return word.removeprefix("--preset=")
+    return "smoke"

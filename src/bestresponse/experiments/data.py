@@ -70,8 +70,43 @@ def load(name: str, folder: str | Path | None = None) -> Images:
     """
     if name == "digits":
         return _digits()
+    return _READERS[name](_folder(folder))
+
+
+def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
+    """A regression set by name: features [N, D] and targets [N], each scaled to mean 0 and deviation 1.
+
+    Boston is here because the paper uses it, and for nothing else: scikit-learn took it out, since its column B
+    rests on a racist premise.
+
+    Args:
+        name: "diabetes", which comes with scikit-learn, or "boston", the file ``boston_housing.csv`` of 506 rows
+            with one line of names, the target last.
+        folder: where the file is; None means the folder that the variable BESTRESPONSE_DATA names.
+
+    Raises:
+        MissingDataError: the file is not there.
+    """
+    if name == "diabetes":
+        from sklearn.datasets import load_diabetes
+
+        features, targets = load_diabetes(return_X_y=True)
+    else:
+        where = _folder(folder)
+        path = _find(where, "boston_housing.csv")
+        if path is None:
+            raise _missing(
+                "Boston housing", "boston_housing.csv", where, "http://lib.stat.cmu.edu/datasets/boston"
+            )
+        table = np.loadtxt(path, delimiter=",", skiprows=1)
+        features, targets = table[:, :-1], table[:, -1]
+    x, y = (torch.from_numpy(np.asarray(values, np.float64)) for values in (features, targets))
+    return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+
+
+def _folder(folder: str | Path | None) -> Path | None:
     named = folder if folder is not None else os.environ.get(VARIABLE)
-    return _READERS[name](Path(named) if named else None)
+    return Path(named) if named else None
 
 
 def _digits() -> Images:

@@ -22,7 +22,8 @@ from ..problem import Problem
 from ..solvers import ConjugateGradient, Identity, Neumann
 from ..tuner import Tuner
 from ..unrolled import Unrolled
-from . import data, models, runs
+from . import data, models, plots, runs
+from .options import Options, Preset
 
 Batch = tuple[Tensor, Tensor]
 
@@ -41,8 +42,8 @@ METHODS: dict[str, Callable[[int, float, nn.Module], Method]] = {
 _CURVE_IMAGES = 1_000
 
 
-@dataclass
-class Overfit:
+@dataclass(kw_only=True)
+class Overfit(Options):
     """Tune a weight decay for every weight until the validation set is learnt by heart.
 
     With as many hyperparameters as weights, gradient descent on 50 validation examples reaches 100 % on
@@ -78,31 +79,28 @@ class Overfit:
     """RMSprop's learning rate for the logarithms of the decays."""
     initial_log_decay: float = -8.0
     """The natural logarithm of each decay at the start."""
-    seed: int = 0
-    """Draws the examples and the initial weights."""
     save_every: int = 0
     """Hyper-steps between two saves of the whole run into run.pt, in the run's folder; 0 saves nothing."""
     resume: bool = False
     """Go on from run.pt of the run's folder, up to --steps hyper-steps in all."""
-    device: str = "cpu"
-    """Where to compute: cpu, cuda, ..."""
-    threads: int = 0
-    """Processor threads for torch; 0 leaves torch's choice."""
-    data_dir: Path | None = None
-    """The folder of data files; also the environment variable BESTRESPONSE_DATA. MNIST's four IDX files,
-    gzipped or not, or mnist.npz; CIFAR-10's binary version, cifar-10-batches-bin/, or cifar10_subset.npz."""
-    out: Path | None = None
-    """The folder to write to, in the place of an earlier run; by default runs/overfit-DATA-MODEL."""
+
+
+PRESETS: dict[Preset, Overfit] = {
+    "smoke": Overfit(),
+    "cpu": Overfit(preset="cpu", data="mnist", steps=1500),
+    "paper": Overfit(preset="paper", data="cifar10", model="alexnet", steps=20_000, save_every=500),
+}
 
 
 def run(config: Overfit) -> Path:
     """Run the experiment and return its folder.
 
     An interrupt ends it early with every file whole, and is then passed on.
+
+    Raises:
+        ArgumentError: an option is out of its range, or two of them do not go together.
     """
     device = _checked(config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
     images = data.load(config.data, config.data_dir)
     train, val = (
         _to(device, batch) for batch in images.draw(config.train_size, config.val_size, seed=config.seed)
@@ -144,9 +142,7 @@ def run(config: Overfit) -> Path:
     row = _final_row(problem, tuner, (train, val, test), plain_seconds, plain_bytes, peak.read())
     headline = {"validation error": row["validation error"], "test error": row["test error"]}
     if any("test_error" in row for row in tuner.history):
-        from . import plots
-
-        plots.draw(record.folder)
+        draw(folder, runs.read_config(folder), runs.read_rows(folder))
     record.finish(headline, [row], config.seed, interrupted=interrupted, hyper_steps=tuner.hyper_step)
     if interrupted:
         raise KeyboardInterrupt
@@ -155,20 +151,15 @@ def run(config: Overfit) -> Path:
 
 def _checked(config: Overfit) -> torch.device:
     """The device; raises for options that cannot be run, before anything is written."""
-    for name in ("steps", "weight_steps", "train_size", "val_size", "weight_rate", "hyper_rate"):
-        if not getattr(config, name) > 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be positive; got {getattr(config, name)}.")
-    for name in ("threads", "save_every"):
-        if getattr(config, name) < 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be ≥ 0; got {getattr(config, name)}.")
-    METHODS[config.method](config.terms, config.scale, nn.Identity())  # raises for terms out of their range
-    try:
-        return torch.empty(0, device=config.device).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+    device = config.begin(("steps", "weight_steps", "train_size", "val_size", "weight_rate", "hyper_rate"))
+    if config.save_every < 0:
+        raise ArgumentError(f"--save-every must be ≥ 0; got {config.save_every}.")
+    if config.seeds != 1:
         raise ArgumentError(
-            f"--device must name a device that is here; got {config.device!r}: {reason}"
-        ) from error
+            f"overfit makes one run, so --seeds must be 1; got {config.seeds}. Use `reproduce overfit-all`."
+        )
+    METHODS[config.method](config.terms, config.scale, nn.Identity())  # raises for terms out of their range
+    return device
 
 
 def _maker(config: Overfit, images: data.Images, device: torch.device) -> Callable[[], Problem]:
@@ -263,3 +254,36 @@ def _final_row(
 
 def _to(device: torch.device, batch: Batch) -> Batch:
     return batch[0].to(device), batch[1].to(device)
+
+
+def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
+    """Training, validation and test error against hyper-steps: the paper's figure 5."""
+    if not measured(rows):
+        raise ArgumentError(f"{folder} must hold rows with errors to draw; it has none. Has the run begun?")
+    path = folder / "errors.png"
+    with plots.panels(path) as axes:
+        title = f"{config.get('model')} on {config.get('data')}, a weight decay for each weight"
+        draw_errors(axes[0, 0], rows, title)
+        axes[0, 0].legend(frameon=False)
+    return [path]
+
+
+def draw_errors(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
+    """The three curves of one run."""
+    shown = measured(rows)
+    curves = (
+        ("test_error", "test", plots.RED, "-"),
+        ("val_error", "validation (tuned on)", plots.BLUE, "-"),
+        ("train_error", "training", plots.GREY, "--"),
+    )
+    for key, label, colour, line in curves:
+        steps = [row["hyper_step"] for row in shown]
+        axes.plot(steps, [100 * row[key] for row in shown], line, color=colour, label=label, linewidth=1.8)
+    plots.style(axes, "hyper-steps", "error [%]", title)
+    axes.set_ylim(-2, 102)
+    axes.set_xlim(left=0)
+
+
+def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows in which the errors were measured."""
+    return [row for row in rows if {"hyper_step", "train_error", "val_error", "test_error"} <= row.keys()]

@@ -4,8 +4,9 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from ..callbacks import replace_text, to_json
 from ..errors import ArgumentError
 
 # What does not change where a run goes.
-_MAY_CHANGE = {"steps", "save_every", "resume", "threads", "device", "data_dir", "out"}
+_MAY_CHANGE = {"preset", "steps", "save_every", "resume", "threads", "device", "data_dir", "out"}
 
 
 class Run:
@@ -80,6 +81,11 @@ class Run:
         """The file of rows."""
         return self.folder / "metrics.jsonl"
 
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add a row to ``metrics.jsonl``."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(to_json(dict(row)) + "\n")
+
     def finish(
         self, headline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seed: int, **more: Any
     ) -> None:
@@ -95,6 +101,33 @@ class Run:
         write_whole(self.folder / "result.json", result)
         print(table(rows))
         print(f"\nwritten to {self.folder}")
+
+
+def mean_and_deviation(
+    rows: Iterable[Mapping[str, Any]], by: Sequence[str], of: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows that agree in ``by`` as one: the mean of each of ``of``, and beside it, where several have it, the
+    standard deviation as "NAME ±". Values of None or missing are left out.
+    """
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in by), []).append(row)
+    result = []
+    for key, group in groups.items():
+        merged: dict[str, Any] = dict(zip(by, key, strict=True))
+        for name in of:
+            values = [float(row[name]) for row in group if row.get(name) is not None]
+            merged[name] = statistics.fmean(values) if values else None
+            if len(group) > 1:
+                merged[f"{name} ±"] = statistics.stdev(values) if len(values) > 1 else None
+        result.append(merged)
+    return result
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """``result.json``, or None where the run has not ended."""
+    path = folder / "result.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,8 @@ _FIRST_DAMPING = 1e-4
 _RAISE = 10.0
 _UNDERDAMPED = (Status.NEGATIVE_CURVATURE, Status.DIVERGED)
 _RAISES = 5
+# The first of a run of warm-started solves goes on up to so many steps, while the residual is above this.
+_FIRST_STEPS, _FIRST_RESIDUAL = 20, 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,10 @@ class ConjugateGradient(Solver):
             )
 
     def opening(self) -> Solver:
-        return replace(self, max_steps=max(self.max_steps, 20), tolerance=max(self.tolerance, 0.1))
+        if self.max_steps >= _FIRST_STEPS:
+            return self
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _Opening(**{**own, "max_steps": _FIRST_STEPS}, least=self.max_steps)
 
     def shift(self, memory: Mapping[str, Any]) -> float:
         return float(memory.get("damping", 0.0)) if self.damping is None else self.damping
@@ -107,8 +112,7 @@ class ConjugateGradient(Solver):
         z = precondition(run.r)
         p, rz = _tree.copy(z), _tree.dot(run.r, z)
         del z
-        converged = max(self.tolerance * system.target, run.floor)
-        while run.residual > converged and run.step < self.max_steps:
+        while self._goes_on(run, system.target):
             product = system.A(p)
             along, square = _tree.dot(p, product), _tree.dot(p, p)
             if damping is None:
@@ -136,6 +140,9 @@ class ConjugateGradient(Solver):
             p = _tree.add_(_tree.scale_(p, rz / previous), z)
         return self._finish(run, system, damping or 0.0)
 
+    def _goes_on(self, run: "_Run", target: float) -> bool:
+        return run.residual > max(self.tolerance, run.floor) * target and run.step < self.max_steps
+
     def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
         """The same for the whole solve. A solve that has yet to choose its damping has none.
 
@@ -161,7 +168,7 @@ class ConjugateGradient(Solver):
 
     def _finish(self, run: "_Run", system: System, damping: float) -> Solution:
         target = system.target
-        converged = max(self.tolerance * target, run.floor)
+        converged = max(self.tolerance, run.floor) * target
         status = run.status
         if status is Status.STEP_LIMIT and run.residual <= converged:
             status = Status.CONVERGED
@@ -193,6 +200,17 @@ class ConjugateGradient(Solver):
         return Solution(x, report, memory, None if status.failed else run.r)
 
 
+@dataclass(frozen=True, eq=False)
+class _Opening(ConjugateGradient):
+    """Its own steps, and more while the residual is above a tenth of zero's."""
+
+    least: int = 0
+
+    def _goes_on(self, run: "_Run", target: float) -> bool:
+        wanted = run.step < self.least or run.residual > _FIRST_RESIDUAL * target
+        return wanted and super()._goes_on(run, target)
+
+
 class _Run:
     """The iterate, its residual (in the place of b), and the best of them; what was met on the way."""
 
@@ -209,8 +227,8 @@ class _Run:
         self._kept: Tree | None = None
         eps = max(torch.finfo(x.dtype).eps for x in b.values())
         self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in b.values())
-        # Steps along a residual of this size change nothing in the sum, and its square may underflow.
-        self.floor = eps * eps
+        # The true residual comes no lower than this part of b, and what follows is made of rounding.
+        self.floor = eps
         # Whether the coefficients have stopped to be those of the Lanczos process.
         self.at_rounding = False
         # The smallest and the largest pᵀ(A + δI)p by the norm that the preconditioner makes.

@@ -1,0 +1,48 @@
+"""The experiments of the command line, by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from . import inverse_error, overfit, overfit_all, runs
+from .options import Options
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What runs and draws one experiment.
+
+    Attributes:
+        presets: the options of each preset; their class makes the command line.
+        run: runs it and returns its folder.
+        draw: draws the figures of a folder from its configuration and rows, and returns their paths.
+    """
+
+    presets: Mapping[Any, Options]
+    run: Callable[[Any], Path]
+    draw: Callable[[Path, dict[str, Any], list[dict[str, Any]]], list[Path]]
+
+
+EXPERIMENTS = {
+    "inverse-error": Experiment(inverse_error.PRESETS, inverse_error.run, inverse_error.draw),
+    "overfit": Experiment(overfit.PRESETS, overfit.run, overfit.draw),
+    "overfit-all": Experiment(overfit_all.PRESETS, overfit_all.run, overfit_all.draw),
+}
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw the figures of the run in ``folder`` into it, from its files alone, and return their paths.
+
+    Raises:
+        ArgumentError: the folder holds no run, or none of its rows yet.
+    """
+    config = runs.read_config(folder)
+    experiment = EXPERIMENTS.get(config.get("experiment", ""))
+    if experiment is None:
+        raise ArgumentError(
+            f"{folder} must be the run of one of {list(EXPERIMENTS)}; its config.json says "
+            f"{config.get('experiment')!r}. Name another."
+        )
+    return experiment.draw(folder, config, runs.read_rows(folder))

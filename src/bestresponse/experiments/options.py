@@ -1,0 +1,66 @@
+"""The options that all experiments share."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ArgumentError
+
+Preset = Literal["smoke", "cpu", "paper"]
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What every experiment is told."""
+
+    preset: Preset = "smoke"
+    """Where the other options begin: smoke takes under a minute and no data files, cpu under ten minutes on two
+    cores with real data, paper is the paper's whole setting."""
+    seeds: int = 1
+    """How many seeds to run; the table has the mean and the standard deviation over them."""
+    seed: int = 0
+    """The first seed. It draws the examples and the initial weights."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, ..."""
+    threads: int = 0
+    """Processor threads for torch; 0 leaves torch's choice."""
+    data_dir: Path | None = None
+    """The folder of data files; also the environment variable BESTRESPONSE_DATA. docs/reproducing.md says which
+    files of each data set."""
+    out: Path | None = None
+    """The folder to write to, in the place of an earlier run; by default a name under runs/."""
+
+    def all_seeds(self) -> Iterator[int]:
+        """Each seed, in turn."""
+        yield from range(self.seed, self.seed + self.seeds)
+
+    def begin(self, positive: Sequence[str] = ()) -> torch.device:
+        """Check the options before anything is written, set the threads, and return the device.
+
+        Args:
+            positive: the names of the options that must be above zero.
+
+        Raises:
+            ArgumentError: an option is out of its range, or the device is not here.
+        """
+        for name in ("seeds", *positive):
+            _require(name, getattr(self, name), "positive", above=0.0)
+        _require("threads", self.threads, "≥ 0", above=-1.0)
+        try:
+            device = torch.empty(0, device=self.device).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ArgumentError(
+                f"--device must name a device that is here; got {self.device!r}: {reason}"
+            ) from error
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        return device
+
+
+def _require(name: str, value: Any, required: str, above: float) -> None:
+    if not value > above:
+        raise ArgumentError(f"--{name.replace('_', '-')} must be {required}; got {value}.")
