@@ -1,13 +1,16 @@
 """Differentiation through optimisation: the hypergradient of a few steps of gradient descent."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from . import _graph, _tree
 from ._tree import Tree
+from .errors import EvaluationError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
 from .passes import Passes
 from .result import Hypergradient
@@ -26,7 +29,8 @@ class Unrolled(Method):
 
     Args:
         steps: K ≥ 1. Memory grows with the steps that are differentiated.
-        step_size: α > 0.
+        step_size: α > 0; or a function of the module ``hyper`` that returns it as a scalar tensor, so that it
+            can be tuned too, as in ``lambda hyper: hyper.log_rate.exp()``.
         last: differentiate the last ``last`` steps only (truncated unrolling); None means all.
 
     Raises:
@@ -37,13 +41,16 @@ class Unrolled(Method):
     """
 
     steps: int
-    step_size: float
+    step_size: float | Callable[[Any], Tensor]
     last: int | None = None
 
     def __post_init__(self) -> None:
         require_integer("Unrolled.steps", self.steps, 1)
-        require_number("Unrolled.step_size", self.step_size)
-        require(0 < self.step_size < math.inf, "Unrolled.step_size", "positive and finite", self.step_size)
+        if not callable(self.step_size):
+            require_number("Unrolled.step_size", self.step_size)
+            require(
+                0 < self.step_size < math.inf, "Unrolled.step_size", "positive and finite", self.step_size
+            )
         if self.last is not None:
             require_integer("Unrolled.last", self.last, 1)
             required = f"at most steps={self.steps}, or None"
@@ -69,17 +76,29 @@ class Unrolled(Method):
     def _step(self, passes: Passes, batch: Any, weights: Tree, graph: bool) -> tuple[Tree, set[int]]:
         """The weights after one step, and the leaves that its loss reaches."""
         before = list(weights.values())
-        loss = passes.train_loss(batch, weights)
+        loss, rate = passes.train_loss(batch, weights), self._rate(passes.problem.hyper)
         if graph:
             _graph.inspect_loss(loss, until=before)
         gradient = torch.autograd.grad(loss, before, create_graph=graph, allow_unused=True)
         if graph:
             _graph.inspect_gradient([g for g in gradient if g is not None], until=before)
         after = {
-            name: w if g is None else w - self.step_size * g
+            name: w if g is None else w - rate * g
             for (name, w), g in zip(weights.items(), gradient, strict=True)
         }
-        return after, _graph.leaves(loss, until=before)
+        leaves = _graph.leaves(loss, until=before)
+        return after, leaves | _graph.leaves(rate) if isinstance(rate, Tensor) else leaves
+
+    def _rate(self, hyper: nn.Module) -> float | Tensor:
+        if not callable(self.step_size):
+            return self.step_size
+        rate = self.step_size(hyper)
+        if not isinstance(rate, Tensor) or rate.numel() != 1 or not 0 < float(rate) < math.inf:
+            raise EvaluationError(
+                f"Unrolled.step_size must return a positive scalar tensor; got {rate!r}. Tune its logarithm: exp() "
+                "of that is positive."
+            )
+        return rate.reshape(())
 
 
 def _copies(weights: dict[str, Any]) -> Tree:

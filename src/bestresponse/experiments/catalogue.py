@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from . import inverse_error, overfit, overfit_all, runs
+from . import (
+    best_response,
+    distill,
+    inverse_error,
+    inverse_hessian,
+    overfit,
+    overfit_all,
+    runs,
+    shapes,
+    split,
+)
 from .options import Options
 
 
@@ -26,9 +36,14 @@ class Experiment:
 
 
 EXPERIMENTS = {
+    "best-response": Experiment(best_response.PRESETS, best_response.run, best_response.draw),
+    "shapes": Experiment(shapes.PRESETS, shapes.run, shapes.draw),
+    "distill": Experiment(distill.PRESETS, distill.run, distill.draw),
     "inverse-error": Experiment(inverse_error.PRESETS, inverse_error.run, inverse_error.draw),
+    "inverse-hessian": Experiment(inverse_hessian.PRESETS, inverse_hessian.run, inverse_hessian.draw),
     "overfit": Experiment(overfit.PRESETS, overfit.run, overfit.draw),
     "overfit-all": Experiment(overfit_all.PRESETS, overfit_all.run, overfit_all.draw),
+    "split": Experiment(split.PRESETS, split.run, split.draw),
 }
 
 

@@ -31,14 +31,22 @@ class Images:
     Attributes:
         x_train, x_test: float32 [N, C, H, W].
         y_train, y_test: int64 [N].
-        classes: the number of classes.
+        names: of the classes.
+        mean, deviation: of each channel, in the units of the files: a pixel is deviation · x + mean.
     """
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
-    classes: int = 10
+    names: tuple[str, ...]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return len(self.names)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -59,7 +67,7 @@ class Images:
 
 
 def load(name: str, folder: str | Path | None = None) -> Images:
-    """A data set by name: "digits", "mnist" or "cifar10".
+    """A data set by name: "digits", "mnist", "cifar10" or "cifar100" (by its fine labels).
 
     Args:
         name: which.
@@ -116,7 +124,7 @@ def _digits() -> Images:
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     images, labels = images[order].reshape(-1, 1, 8, 8), labels[order]
-    return _scaled(images[:1198], labels[:1198], images[1198:], labels[1198:])
+    return _scaled(images[:1198], labels[:1198], images[1198:], labels[1198:], _TEN)
 
 
 def _mnist(folder: Path | None) -> Images:
@@ -130,25 +138,48 @@ def _mnist(folder: Path | None) -> Images:
             which = f"{name}.gz (one of its four IDX files, gzipped or not; a mnist.npz will do too)"
             raise _missing("MNIST", which, folder, "https://ossci-datasets.s3.amazonaws.com/mnist/")
     x_train, y_train, x_test, y_test = (_read_idx(path) for path in found if path is not None)
-    return _scaled(x_train, y_train, x_test, y_test)
+    return _scaled(x_train, y_train, x_test, y_test, _TEN)
 
 
 def _cifar10(folder: Path | None) -> Images:
     if archive := _find(folder, "cifar10_subset.npz", "cifar10.npz"):
         return _from_archive(archive)
-    where = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
     parts = []
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-        path = _find(folder, name, f"cifar-10-batches-bin/{name}")
-        if path is None:
-            which = f"cifar-10-batches-bin/{name} (of the unpacked binary version)"
-            raise _missing("CIFAR-10", which, folder, where)
-        parts.append(_read_cifar(path))
+        parts.append(_read_cifar(_cifar_file("CIFAR-10", "cifar-10", name, folder), labels=1))
     train_x, train_y = (np.concatenate(arrays) for arrays in zip(*parts[:-1], strict=True))
-    return _scaled(train_x, train_y, *parts[-1])
+    return _scaled(train_x, train_y, *parts[-1], _CIFAR10)
 
 
-_READERS: dict[str, Callable[[Path | None], Images]] = {"mnist": _mnist, "cifar10": _cifar10}
+def _cifar100(folder: Path | None) -> Images:
+    if archive := _find(folder, "cifar100_subset.npz", "cifar100.npz"):
+        return _from_archive(archive)
+    train, test, names = (
+        _cifar_file("CIFAR-100", "cifar-100", name, folder)
+        for name in ("train.bin", "test.bin", "fine_label_names.txt")
+    )
+    lines = tuple(names.read_text(encoding="utf-8").split())
+    return _scaled(*_read_cifar(train, labels=2), *_read_cifar(test, labels=2), lines)
+
+
+def _cifar_file(data: str, stem: str, name: str, folder: Path | None) -> Path:
+    inside = f"{_UNPACKED[stem]}/{name}"
+    path = _find(folder, name, inside)
+    if path is None:
+        where = f"https://www.cs.toronto.edu/~kriz/{stem}-binary.tar.gz"
+        raise _missing(data, f"{inside} (of the unpacked binary version)", folder, where)
+    return path
+
+
+# What the two archives call their folder.
+_UNPACKED = {"cifar-10": "cifar-10-batches-bin", "cifar-100": "cifar-100-binary"}
+_TEN = tuple("0123456789")
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_READERS: dict[str, Callable[[Path | None], Images]] = {
+    "mnist": _mnist,
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+}
 
 
 def _find(folder: Path | None, *names: str) -> Path | None:
@@ -172,7 +203,9 @@ def _from_archive(path: Path) -> Images:
         x_train, y_train, x_test, y_test = (
             archive[key] for key in ("x_train", "y_train", "x_test", "y_test")
         )
-    return _scaled(x_train, y_train, x_test, y_test, channels_last=True)
+        stored = archive["class_names"].tolist() if "class_names" in archive.files else _TEN
+    names = tuple(name.decode() if isinstance(name, bytes) else str(name) for name in stored)
+    return _scaled(x_train, y_train, x_test, y_test, names, channels_last=True)
 
 
 def _read_idx(path: Path) -> Array:
@@ -190,16 +223,16 @@ def _read_idx(path: Path) -> Array:
     return values.reshape(shape)
 
 
-def _read_cifar(path: Path) -> tuple[Array, Array]:
-    """CIFAR's binary version: records of a label byte and 3 × 32 × 32 bytes."""
-    values = np.fromfile(path, np.uint8)
-    if values.size == 0 or values.size % 3073:
+def _read_cifar(path: Path, labels: int) -> tuple[Array, Array]:
+    """CIFAR's binary version: records of one or two label bytes, the fine one last, and 3 × 32 × 32 bytes."""
+    values, size = np.fromfile(path, np.uint8), labels + 3072
+    if values.size == 0 or values.size % size:
         raise ArgumentError(
-            f"{path} must hold records of 3,073 bytes (the binary version of CIFAR-10); got {values.size} bytes. "
+            f"{path} must hold records of {size:,} bytes (the binary version of CIFAR); got {values.size} bytes. "
             "Download it again."
         )
-    records = values.reshape(-1, 3073)
-    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
+    records = values.reshape(-1, size)
+    return records[:, labels:].reshape(-1, 3, 32, 32), records[:, labels - 1]
 
 
 def _scaled(
@@ -207,14 +240,15 @@ def _scaled(
     y_train: Array,
     x_test: Array,
     y_test: Array,
+    names: tuple[str, ...],
     channels_last: bool = False,
 ) -> Images:
     train, test = (_as_tensor(x, channels_last) for x in (x_train, x_test))
     deviation, mean = torch.std_mean(train, dim=(0, 2, 3), keepdim=True)
-    labels = (torch.from_numpy(y.astype(np.int64)) for y in (y_train, y_test))
     train, test = train.sub_(mean).div_(deviation), test.sub_(mean).div_(deviation)
-    y_train_, y_test_ = labels
-    return Images(train, y_train_, test, y_test_)
+    labels = (torch.from_numpy(y.astype(np.int64)) for y in (y_train, y_test))
+    scale = (tuple(x.flatten().tolist()) for x in (mean, deviation))
+    return Images(train, next(labels), test, next(labels), names, *scale)
 
 
 def _as_tensor(x: Array, channels_last: bool) -> Tensor:

@@ -1,0 +1,320 @@
+"""A data set distilled into one image for each class: the paper's section 5.3, figure 6."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .. import callbacks
+from ..errors import ArgumentError
+from ..hyperparameters import DistilledData
+from ..implicit import Implicit, Method
+from ..problem import Problem
+from ..solvers import ConjugateGradient
+from ..tuner import Tuner
+from ..unrolled import Unrolled
+from . import data, distilled_set, plots, runs, softmax
+from .distilled_set import Recipe
+from .options import Options, Preset
+
+Batch = tuple[Tensor, Tensor]
+
+_PENALTIES = {"digits": 0.01, "mnist": 0.01, "cifar10": 0.1, "cifar100": 0.1}
+_STRIP = 5
+_RANDOM_DRAWS = 10
+
+
+@dataclass(kw_only=True)
+class Distill(Options):
+    """Tune every pixel of one image a class, so that a classifier trained on them alone does well on real data.
+
+    The classifier is softmax regression with an ℓ2 penalty. By default its training problem is solved exactly before
+    each hyper-step: with a few steps of gradient descent from weights that are carried along, information leaks
+    into them, and a new classifier trained on the same images is far worse. The accuracies of the table are
+    those of classifiers trained anew, from zero until they converge, on the file distilled.safetensors (with
+    --learned-rate: by its recipe).
+    """
+
+    data: Literal["digits", "mnist", "cifar10", "cifar100"] = "digits"
+    """The data set. digits comes with scikit-learn; the others are read from --data-dir."""
+    per_class: int = 1
+    """Distilled images for each class."""
+    validation: int = 0
+    """Labelled images of the training set in the validation loss; 0 means all of them."""
+    steps: int = 150
+    """Hyper-steps."""
+    pixel_rate: float = 0.05
+    """Adam's learning rate for the pixels, in units of the data's deviation; it falls to zero along a cosine."""
+    penalty: float = 0.0
+    """The classifier's ℓ2 penalty; 0 means 0.01, and 0.1 for CIFAR."""
+    solver_steps: int = 60
+    """Conjugate-gradient steps of each hypergradient, from the last solution."""
+    start: Literal["means", "noise"] = "means"
+    """The images to begin with: the means of each class, or noise."""
+    smoothness: float = 0.0
+    """The weight of the images' mean squared difference between neighbouring pixels in the validation loss."""
+    closeness: float = 0.0
+    """The weight of the images' mean squared distance from the first ones in the validation loss, which keeps
+    recognisable what the classifier does not need."""
+    soft_labels: bool = False
+    """Tune the labels too, as probabilities."""
+    learned_rate: bool = False
+    """Train the classifier by --inner-steps steps of gradient descent from zero, and tune their learning rate too."""
+    inner_steps: int = 20
+    """Steps of gradient descent with --learned-rate."""
+
+
+PRESETS: dict[Preset, Distill] = {
+    "smoke": Distill(),
+    "cpu": Distill(preset="cpu", data="mnist", steps=300),
+    "paper": Distill(preset="paper", data="mnist", steps=1000, start="noise", seeds=3),
+}
+
+
+class _Tuned(nn.Module):
+    """What is tuned: the data, and the learning rate of the training on them."""
+
+    def __init__(self, distilled: DistilledData, learned_rate: bool) -> None:
+        super().__init__()
+        self.distilled = distilled
+        self.log_rate = nn.Parameter(torch.tensor(math.log(0.1))) if learned_rate else None
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        batch: tuple[Tensor, Tensor] = self.distilled()
+        return batch
+
+    def rate(self) -> Tensor:
+        assert self.log_rate is not None
+        return self.log_rate.exp()
+
+
+def run(config: Distill) -> Path:
+    """Run the experiment and return its folder."""
+    device = config.begin(("per_class", "steps", "pixel_rate", "solver_steps", "inner_steps"))
+    images = data.load(config.data, config.data_dir)
+    test = images.x_test.flatten(1).to(device), images.y_test.to(device)
+    folder = config.out or Path("runs") / f"distill-{config.data}"
+    record = runs.Run(folder, "distill", config, figures=["distilled.png", "iterations.png"])
+    rows: list[dict[str, Any]] = []
+    for seed in config.all_seeds():
+        place = folder if seed == config.seed else folder / f"seed-{seed}"
+        place.mkdir(exist_ok=True)
+        running = _distil(config, seed, images, test, record, place)
+        w, gradient_norm = distilled_set.train_on(place)
+        anew = softmax.accuracy(w, images.x_test, images.y_test)
+        rows.append(_row("distilled, trained anew", anew, gradient_norm))
+        rows.append(_row("distilled, as it ran along", running))
+    rows += _comparisons(config, images)
+    table = runs.mean_and_deviation(rows, ["training set"], ["test accuracy", "gradient norm"])
+    draw(folder, runs.read_config(folder), runs.read_rows(folder))
+    record.finish({"test accuracy": table[0]["test accuracy"]}, table, config.seed)
+    return folder
+
+
+def _row(name: str, accuracy: float, gradient_norm: float | None = None) -> dict[str, Any]:
+    return {"training set": name, "test accuracy": accuracy, "gradient norm": gradient_norm}
+
+
+def _penalty(config: Distill) -> float:
+    return config.penalty or _PENALTIES[config.data]
+
+
+def _validation(config: Distill, seed: int, images: data.Images, device: torch.device) -> Batch:
+    x, y = images.x_train.flatten(1), images.y_train
+    if config.validation:
+        x, y = images.draw(config.validation, seed=seed)[0]
+    return x.flatten(1).to(device), y.to(device)
+
+
+def _first_images(config: Distill, seed: int, images: data.Images) -> tuple[Tensor, Tensor]:
+    """The images to begin with and their labels, class by class.
+
+    Several of a class begin as the means of parts of it, since equal ones would stay equal.
+    """
+    labels = torch.arange(images.classes).repeat_interleave(config.per_class)
+    generator = torch.Generator().manual_seed(seed)
+    if config.start == "noise":
+        return 0.1 * torch.randn(len(labels), *images.shape, generator=generator), labels
+    means = []
+    for number in range(images.classes):
+        of_class = images.x_train[images.y_train == number]
+        if len(of_class) < config.per_class:
+            raise ArgumentError(
+                f"--per-class must be at most the images of a class; got {config.per_class}, and "
+                f"{images.names[number]!r} has {len(of_class)}."
+            )
+        order = torch.randperm(len(of_class), generator=generator)
+        means += [of_class[rows].mean(dim=0) for rows in order.chunk(config.per_class)]
+    return torch.stack(means), labels
+
+
+def _distil(
+    config: Distill, seed: int, images: data.Images, test: Batch, record: runs.Run, folder: Path
+) -> float:
+    """Tune and save; the test accuracy of the classifier that ran along."""
+    val = _validation(config, seed, images, test[0].device)
+    first, labels = _first_images(config, seed, images)
+    distilled = DistilledData(first, labels, images.classes if config.soft_labels else None)
+    tuned = _Tuned(distilled, config.learned_rate).to(val[0].device)
+    model = nn.Linear(val[0].shape[1], images.classes).to(val[0].device)
+    problem = Problem(model, tuned, *_losses(config, distilled.inputs.detach().clone()))
+    exact = softmax.ExactSoftmax(_penalty(config))
+    method: Method = Implicit(ConjugateGradient(config.solver_steps), warm_start=True, estimate_error=False)
+    if config.learned_rate:
+        method = Unrolled(config.inner_steps, lambda tuned: tuned.rate())
+    optimizer = torch.optim.Adam(tuned.parameters(), config.pixel_rate)
+    snapshots = {"0": _shown(distilled, config)}
+
+    def recipe() -> Recipe:
+        if not config.learned_rate:
+            return Recipe(_penalty(config))
+        return Recipe(_penalty(config), config.inner_steps, tuned.rate().item())
+
+    def running_accuracy() -> float:
+        if config.learned_rate:
+            inputs, targets = (x.detach() for x in tuned())
+            return softmax.accuracy(recipe().train(inputs, targets, images.classes)[0], *test)
+        return float(model(test[0]).argmax(dim=1).eq(test[1]).float().mean())
+
+    def look(tuner: Tuner) -> None:
+        step, last = tuner.hyper_step, tuner.hyper_step == config.steps
+        row = {"seed": seed, **tuner.history[-1]}
+        if last or step % max(1, config.steps // 50) == 0:
+            row["test_accuracy"] = running_accuracy()
+            row["inner_gradient_norm"] = None if config.learned_rate else exact.gradient_norm
+        record.write(row)
+        if last or step % max(1, round(config.steps / _STRIP)) == 0:
+            snapshots[str(step)] = _shown(distilled, config)
+
+    tuner = Tuner(
+        problem,
+        _set_to_zero if config.learned_rate else exact,
+        optimizer,
+        method,
+        hyper_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps),
+        seed=seed,
+        callbacks=[look, callbacks.Progress()],
+    )
+    tuner.fit([None], [val], config.steps)
+    save_file(snapshots, folder / "snapshots.safetensors")
+    inputs, targets = distilled()
+    distilled_set.save(
+        folder,
+        inputs,
+        targets,
+        recipe(),
+        data=config.data,
+        classes=images.names,
+        mean=images.mean,
+        deviation=images.deviation,
+    )
+    return running_accuracy()
+
+
+def _shown(distilled: DistilledData, config: Distill) -> Tensor:
+    """The images of the first ten classes."""
+    return distilled.inputs.detach()[: 10 * config.per_class].cpu().clone()
+
+
+def _set_to_zero(problem: Problem, batch: object) -> None:
+    with torch.no_grad():
+        for w in problem.weights.values():
+            w.zero_()
+
+
+def _losses(config: Distill, first: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    penalty = _penalty(config)
+
+    def train_loss(model: nn.Module, tuned: nn.Module, batch: None) -> Tensor:
+        inputs, targets = tuned()
+        squares = torch.stack([w.square().sum() for w in model.parameters()]).sum()
+        return F.cross_entropy(model(inputs.flatten(1)), targets) + penalty / 2 * squares
+
+    def val_loss(model: nn.Module, tuned: nn.Module, batch: Batch) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        x: Tensor = tuned()[0]
+        if config.smoothness:
+            rough = x.diff(dim=-1).square().mean() + x.diff(dim=-2).square().mean()
+            loss = loss + config.smoothness * rough
+        if config.closeness:
+            loss = loss + config.closeness * (x - first).square().mean()
+        return loss
+
+    return train_loss, val_loss
+
+
+def _comparisons(config: Distill, images: data.Images) -> list[dict[str, Any]]:
+    """As many random images, the class means, and the whole training set, each by training from zero.
+
+    The penalty on the whole set is chosen on a tenth of it that is held out.
+    """
+    classes, recipe, rows = images.classes, Recipe(_penalty(config)), []
+    labels = torch.arange(classes).repeat_interleave(config.per_class)
+    generator = torch.Generator().manual_seed(config.seed)
+    for _ in range(_RANDOM_DRAWS):
+        order = torch.randperm(len(images.y_train), generator=generator)
+        picked = [order[images.y_train[order] == c][: config.per_class] for c in range(classes)]
+        w, gradient_norm = recipe.train(images.x_train[torch.cat(picked)], labels, classes)
+        rows.append(_row("random images", softmax.accuracy(w, images.x_test, images.y_test), gradient_norm))
+    means = torch.stack([images.x_train[images.y_train == c].mean(dim=0) for c in range(classes)])
+    w, gradient_norm = recipe.train(means, torch.arange(classes), classes)
+    rows.append(_row("class means", softmax.accuracy(w, images.x_test, images.y_test), gradient_norm))
+    order = torch.randperm(len(images.y_train), generator=generator)
+    held, kept = order[: len(order) // 10], order[len(order) // 10 :]
+    x, y = images.x_train, images.y_train
+
+    def held_out_accuracy(penalty: float) -> float:
+        w, _ = softmax.fit(x[kept], y[kept], classes, penalty, steps=50)
+        return softmax.accuracy(w, x[held], y[held])
+
+    best = max((1e-3, 1e-2, 1e-1), key=held_out_accuracy)
+    w, gradient_norm = softmax.fit(x, y, classes, best, steps=200)
+    rows.append(
+        _row(f"all {len(y):,} images", softmax.accuracy(w, images.x_test, images.y_test), gradient_norm)
+    )
+    return rows
+
+
+def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
+    """The images in a grid with their classes, and those of the first ten classes as they came about."""
+    if not (folder / "snapshots.safetensors").is_file():
+        raise ArgumentError(f"{folder} must hold distilled images to draw; it has none. Has the run ended?")
+    names = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))["classes"]
+    images = load_file(folder / "distilled.safetensors")["images"]
+    per_class = len(images) // len(names)
+    across = 10
+    down = math.ceil(len(images) / across)
+    paths = [folder / "distilled.png", folder / "iterations.png"]
+    with plots.panels(paths[0], down, across, (10.0, 1.2 * down)) as axes:
+        for panel in axes.flat:
+            panel.axis("off")
+        for number, (panel, image) in enumerate(zip(axes.flat, images, strict=False)):
+            _show(panel, image)
+            panel.set_title(names[number // per_class].replace("_", " "), fontsize=8, pad=2)
+    snapshots = sorted(load_file(folder / "snapshots.safetensors").items(), key=lambda item: int(item[0]))
+    shown = min(across, len(names))
+    with plots.panels(paths[1], len(snapshots), shown, (10.0, 1.05 * len(snapshots))) as axes:
+        for line, (step, snapshot) in zip(axes, snapshots, strict=True):
+            for panel, image in zip(line, snapshot[::per_class], strict=True):
+                _show(panel, image)
+                panel.set_xticks([])
+                panel.set_yticks([])
+            line[0].set_ylabel(f"step {step}", fontsize=9)
+    return paths
+
+
+def _show(panel: Any, image: Tensor) -> None:
+    """One image [C, H, W], its values spread from black to white; a single channel with zero as grey."""
+    if image.shape[0] == 1:
+        most = float(image.abs().max())
+        panel.imshow(image[0], cmap="gray", vmin=-most, vmax=most)
+    else:
+        low, high = image.min(), image.max()
+        panel.imshow(((image - low) / (high - low)).permute(1, 2, 0))

@@ -1,0 +1,108 @@
+"""Softmax regression with an ℓ2 penalty, solved until its gradient is rounding.
+
+minimise over W [C, D + 1] (the last column is the bias):  cross-entropy(W x̃, y) + penalty/2 ‖W‖²
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..problem import Problem
+from ..solvers import ConjugateGradient
+
+_NEWTON_STEPS = 50
+_PRECISION = 1e-9
+
+
+class ExactSoftmax:
+    """A weight step for `Tuner`: puts the minimiser on the examples of ``problem.hyper()`` into a linear classifier.
+
+    There are far fewer examples than inputs, and the minimiser lies in their span. So Newton's method runs in
+    an orthonormal basis of it, x̃ = Q z with a z of N values, in float64, from the last solution.
+
+    Attributes:
+        gradient_norm: ‖∂L_T/∂W‖ at the solution.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        self.penalty = penalty
+        self.gradient_norm = float("nan")
+        self._last: Tensor | None = None
+
+    def __call__(self, problem: Problem, batch: object) -> None:
+        inputs, targets = problem.hyper()
+        layer = problem.model
+        assert isinstance(layer, nn.Linear)
+        found = self.solve(inputs.detach(), targets.detach(), layer.out_features)
+        with torch.no_grad():
+            layer.weight.copy_(found[:, :-1])
+            layer.bias.copy_(found[:, -1])
+
+    def solve(self, inputs: Tensor, targets: Tensor, classes: int) -> Tensor:
+        """W [C, D + 1] for examples of any shape [N, ...], and classes [N] or probabilities [N, C]."""
+        x = extended(inputs.double())
+        if targets.ndim == 1:
+            targets = F.one_hot(targets, classes)
+        basis, triangle = torch.linalg.qr(x.T)
+        start = x.new_zeros(classes, x.shape[1]) if self._last is None else self._last
+        found, self.gradient_norm = _newton(triangle.T, targets.double(), self.penalty, start @ basis)
+        self._last = found @ basis.T
+        return self._last
+
+
+def _newton(z: Tensor, targets: Tensor, penalty: float, v: Tensor) -> tuple[Tensor, float]:
+    """V [C, N] with logits z Vᵀ, by Newton steps whose systems conjugate gradient solves."""
+    solver = ConjugateGradient(max_steps=500, tolerance=1e-3)
+
+    def loss(v: Tensor) -> Tensor:
+        return F.cross_entropy(z @ v.T, targets) + penalty / 2 * v.square().sum()
+
+    for _ in range(_NEWTON_STEPS):
+        p = (z @ v.T).softmax(dim=1)
+        gradient = (p - targets).T @ z / len(z) + penalty * v
+        if gradient.norm() < _PRECISION:
+            break
+
+        def product(u: dict[str, Tensor], p: Tensor = p) -> dict[str, Tensor]:
+            d = z @ u["v"].T
+            return {"v": (p * (d - (p * d).sum(dim=1, keepdim=True))).T @ z / len(z) + penalty * u["v"]}
+
+        step = solver.solve(product, {"v": gradient}).x["v"]
+        size, before, slope = 1.0, loss(v), (step * gradient).sum()
+        while loss(v - size * step) > before - 1e-4 * size * slope and size > 1e-6:
+            size /= 2
+        v = v - size * step
+    return v, float(gradient.norm())
+
+
+def fit(
+    inputs: Tensor, targets: Tensor, classes: int, penalty: float, steps: int = 300
+) -> tuple[Tensor, float]:
+    """W [C, D + 1] from zero by L-BFGS, and the norm of its gradient: for many examples, and to check the other."""
+    x = extended(inputs)
+    w = x.new_zeros(classes, x.shape[1]).requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [w], max_iter=steps, tolerance_grad=1e-9, tolerance_change=0.0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(x @ w.T, targets) + penalty / 2 * w.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    closure()
+    assert w.grad is not None
+    return w.detach(), float(w.grad.norm())
+
+
+def accuracy(w: Tensor, inputs: Tensor, labels: Tensor) -> float:
+    """The share of examples whose class is found."""
+    return float((extended(inputs.to(w.dtype)) @ w.T).argmax(dim=1).eq(labels).float().mean())
+
+
+def extended(inputs: Tensor) -> Tensor:
+    """Flat examples with a one at the end, [N, D + 1]."""
+    flat = inputs.flatten(1)
+    return torch.cat([flat, flat.new_ones(len(flat), 1)], dim=1)

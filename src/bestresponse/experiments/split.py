@@ -1,0 +1,161 @@
+"""How much data to validate on, for one hyperparameter and for many: the paper's figure 7."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..errors import ArgumentError
+from ..hyperparameters import WeightDecay
+from ..implicit import Implicit
+from ..problem import Problem
+from ..tuner import Tuner
+from . import data, plots, runs
+from .options import Options, Preset
+
+Batch = tuple[Tensor, Tensor]
+
+Per = Literal["global", "weight"]
+_KINDS: dict[Per, str] = {"global": "one decay", "weight": "a decay for each weight"}
+_COLOURS = {"global": plots.BLUE, "weight": plots.RED}
+
+
+@dataclass(kw_only=True)
+class Split(Options):
+    """Divide a fixed number of examples into training and validation data, and tune weight decay on each division.
+
+    Softmax regression with one decay for all weights, and with one for each. The test accuracy is taken of the
+    weights that were tuned along, and of weights trained anew on all the examples under the tuned decays
+    (the paper's figure 7).
+    """
+
+    data: Literal["digits", "mnist"] = "digits"
+    """The data set. digits comes with scikit-learn; mnist is read from --data-dir."""
+    examples: int = 200
+    """Training and validation examples together."""
+    shares: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    """The shares of them that are for validation."""
+    steps: int = 60
+    """Hyper-steps."""
+    weight_steps: int = 10
+    """Weight steps before each hyper-step."""
+    weight_rate: float = 0.03
+    """Adam's learning rate for the weights."""
+    hyper_rate: float = 0.1
+    """RMSprop's learning rate for the logarithms of the decays; it falls to zero along a cosine."""
+    initial_log_decay: float = -4.0
+    """The natural logarithm of each decay at the start."""
+
+
+_NINE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+PRESETS: dict[Preset, Split] = {
+    "smoke": Split(),
+    "cpu": Split(preset="cpu", data="mnist", examples=500, shares=_NINE, seeds=5),
+    "paper": Split(preset="paper", data="mnist", examples=1000, shares=_NINE, seeds=10, steps=300),
+}
+
+
+def run(config: Split) -> Path:
+    """Run the experiment and return its folder.
+
+    Raises:
+        ArgumentError: a share leaves no training or no validation examples, or an option is out of its range.
+    """
+    device = config.begin(("examples", "steps", "weight_steps", "weight_rate", "hyper_rate"))
+    sizes = {share: round(share * config.examples) for share in config.shares}
+    if bad := [share for share, size in sizes.items() if not 0 < size < config.examples]:
+        raise ArgumentError(
+            f"--shares must leave examples for training and for validation; got {bad} of {config.examples}."
+        )
+    images = data.load(config.data, config.data_dir)
+    test = images.x_test.flatten(1).to(device), images.y_test.to(device)
+    folder = config.out or Path("runs") / f"split-{config.data}"
+    record = runs.Run(folder, "split", config, figures=["split.png"])
+    cells = [(seed, per, share) for seed in config.all_seeds() for per in _KINDS for share in sizes]
+    for seed, per, share in tqdm(cells, unit="run"):
+        ((x, y),) = images.draw(config.examples, seed=seed)
+        whole = x.flatten(1).to(device), y.to(device)
+        labels = {"seed": seed, "per": per, "share": share}
+        record.write({**labels, **_tune(config, per, sizes[share], whole, test, images.classes)})
+    rows = runs.read_rows(folder)
+    table = runs.mean_and_deviation(
+        rows, ["per", "share"], ["accuracy", "retrained accuracy", "validation accuracy"]
+    )
+    draw(folder, runs.read_config(folder), rows)
+    headline = {}
+    for per, kind in _KINDS.items():
+        for key in ("accuracy", "retrained accuracy"):
+            best = max((row for row in table if row["per"] == per), key=lambda row: row[key])
+            headline[f"best share, {kind}, {key}"] = best["share"]
+    record.finish(headline, table, config.seed)
+    return folder
+
+
+def _tune(config: Split, per: Per, size: int, whole: Batch, test: Batch, classes: int) -> dict[str, Any]:
+    """Tune with the first ``size`` examples as validation data."""
+    val, train = ((whole[0][rows], whole[1][rows]) for rows in (slice(size), slice(size, None)))
+    model = nn.Linear(whole[0].shape[1], classes).to(whole[0].device)
+    _set_to_zero(model)
+    decay = WeightDecay(model, per=per, initial=math.exp(config.initial_log_decay))
+    problem = Problem(model, decay, _train_loss, _val_loss)
+    optimizer = torch.optim.RMSprop(decay.parameters(), config.hyper_rate)
+    tuner = Tuner(
+        problem,
+        torch.optim.Adam(problem.weights.values(), config.weight_rate),
+        optimizer,
+        Implicit(),
+        weight_steps=config.weight_steps,
+        hyper_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps),
+    )
+    tuner.fit([train], [val], config.steps)
+    found = {"accuracy": _accuracy(model, test), "validation accuracy": _accuracy(model, val)}
+    losses = tuner.retrain([whole], config.steps * config.weight_steps, _set_to_zero)
+    return {**found, "retrained accuracy": _accuracy(model, test), "retrained loss": losses[-1]}
+
+
+@torch.no_grad()
+def _set_to_zero(model: nn.Module) -> None:
+    for w in model.parameters():
+        w.zero_()
+
+
+def _train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    penalty: Tensor = decay(model)
+    return _val_loss(model, decay, batch) + penalty
+
+
+def _val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, batch: Batch) -> float:
+    return float(model(batch[0]).argmax(dim=1).eq(batch[1]).float().mean())
+
+
+def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
+    """Test accuracy against the share, solid with re-training on all the data: the axes of the paper's figure 7."""
+    path = folder / "split.png"
+    with plots.panels(path) as axes:
+        for per, kind in _KINDS.items():
+            for key, line, words in (
+                ("retrained accuracy", "o-", "re-trained on all"),
+                ("accuracy", "o--", "as tuned"),
+            ):
+                points = runs.mean_and_deviation([r for r in rows if r["per"] == per], ["share"], [key])
+                at, mean = [100 * p["share"] for p in points], [100 * p[key] for p in points]
+                axes[0, 0].plot(at, mean, line, color=_COLOURS[per], label=f"{kind}, {words}", markersize=4)
+                if points and points[0].get(f"{key} ±") is not None:
+                    seeds = len({row["seed"] for row in rows})
+                    half = [100 * 1.96 * p[f"{key} ±"] / math.sqrt(seeds) for p in points]
+                    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+                    axes[0, 0].fill_between(at, low, high, color=_COLOURS[per], alpha=0.15, linewidth=0)
+        title = f"{config['examples']} examples of {config['data']}; bands: 95 % of the mean over seeds"
+        plots.style(axes[0, 0], "examples for validation [%]", "test accuracy [%]", title)
+        axes[0, 0].legend(frameon=False, fontsize=8)
+    return [path]

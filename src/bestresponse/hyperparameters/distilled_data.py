@@ -1,0 +1,73 @@
+"""A training set whose examples are hyperparameters."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, ArgumentTypeError
+
+
+class DistilledData(nn.Module):
+    """A small training set that is tuned itself: every value of its inputs, and its labels if wanted.
+
+    Called without arguments it returns the inputs and the targets, for a training loss that takes its batch
+    from here, as in ``cross_entropy(model(inputs), targets)``. Soft labels are probabilities, the softmax of
+    ``label_logits``, and hard ones class numbers; torch's cross-entropy takes either.
+
+    Args:
+        inputs: the examples to begin with, [N, ...]; copied.
+        labels: their classes, int64 [N].
+        classes: the number of classes, for soft labels; None keeps hard labels.
+        confidence: the probability of an example's own class that soft labels begin with.
+
+    Attributes:
+        inputs: the parameter, [N, ...].
+        label_logits: the parameter, [N, classes], or None.
+        labels: as given.
+
+    Raises:
+        ArgumentError: the shapes do not fit, a label is not below ``classes``, or ``confidence`` is not between
+            1/classes and 1.
+
+    Reference: the paper's section 5.3; Wang, Zhu, Torralba and Efros (2018); soft labels, Bohdal, Yang and
+    Hospedales (2020).
+    """
+
+    labels: Tensor
+
+    def __init__(
+        self, inputs: Tensor, labels: Tensor, classes: int | None = None, confidence: float = 0.9
+    ) -> None:
+        super().__init__()
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
+            raise ArgumentTypeError(f"DistilledData.inputs must be a tensor of floats; got {got}.")
+        if inputs.ndim < 1 or labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
+            raise ArgumentError(
+                "DistilledData.labels must be one int64 class for each example; got "
+                f"{labels.dtype} {list(labels.shape)} for inputs {list(inputs.shape)}."
+            )
+        self.inputs = nn.Parameter(inputs.detach().clone())
+        self.register_buffer("labels", labels.detach().clone())
+        self.label_logits: nn.Parameter | None = None
+        if classes is None:
+            return
+        if not 0 <= int(labels.min()) <= int(labels.max()) < classes or not 1 / classes < confidence < 1:
+            raise ArgumentError(
+                "DistilledData needs labels from 0 to classes - 1, and 1/classes < confidence < 1; got labels "
+                f"from {int(labels.min())} to {int(labels.max())}, classes={classes}, confidence={confidence!r}."
+            )
+        # softmax of (c, 0, …, 0) is ``confidence`` for c = log(confidence · (classes − 1) / (1 − confidence)).
+        top = math.log(confidence * (classes - 1) / (1.0 - confidence))
+        logits = top * nn.functional.one_hot(labels, classes)
+        self.label_logits = nn.Parameter(logits.to(inputs.device, inputs.dtype))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The inputs [N, ...], and the targets: int64 [N], or probabilities [N, classes]."""
+        targets = self.labels if self.label_logits is None else self.label_logits.softmax(dim=1)
+        return self.inputs, targets
+
+    def extra_repr(self) -> str:
+        kind = "hard" if self.label_logits is None else "soft"
+        return f"{list(self.inputs.shape)}, {kind} labels"
