@@ -106,7 +106,7 @@ def test_help_and_unknown_commands(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == br.__version__
     assert cli.main(["reproduce", "nothing"]) == 2
-    assert "no experiment 'nothing'; there is overfit" in capsys.readouterr().err
+    assert "no experiment 'nothing'; there is " in capsys.readouterr().err
     assert cli.main(["reproduce"]) == 0
     assert cli.main(["draw"]) == 2
     assert "no such command: draw" in capsys.readouterr().err
@@ -248,13 +248,14 @@ def test_digits():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "train"), [("mnist", (1, 28, 28), 60_000), ("cifar10", (3, 32, 32), 10_000)]
+    ("name", "shape", "train"),
+    [("mnist", (1, 28, 28), 60_000), ("cifar10", (3, 32, 32), 10_000), ("cifar100", (3, 32, 32), 6_000)],
 )
 def test_real_archives(data_folder, name, shape, train):
     images = data.load(name, data_folder)
     assert images.shape == shape
     assert len(images.x_train) == len(images.y_train) == train
-    assert set(images.y_test.tolist()) == set(range(10))
+    assert set(images.y_test.tolist()) == set(range(images.classes))
     assert float(images.x_train.mean()) == pytest.approx(0, abs=1e-3)
 
 
@@ -304,6 +305,35 @@ def test_cifar_binary_files(tmp_path):
     (folder / "data_batch_3.bin").write_bytes(b"short")
     with pytest.raises(br.Error, match="records of 3,073 bytes"):
         data.load("cifar10", tmp_path)
+
+
+def test_cifar100_binary_files(tmp_path):
+    generator = np.random.default_rng(0)
+    folder = tmp_path / "cifar-100-binary"
+    folder.mkdir()
+    records = {name: generator.integers(100, size=(5, 3074), dtype=np.uint8) for name in ("train", "test")}
+    for name, record in records.items():
+        (folder / f"{name}.bin").write_bytes(record.tobytes())
+    with pytest.raises(br.Error, match="cifar-100-binary/fine_label_names.txt"):
+        data.load("cifar100", tmp_path)
+    names = [f"thing_{i}" for i in range(100)]
+    (folder / "fine_label_names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+    images = data.load("cifar100", tmp_path)
+    assert images.x_train.shape == (5, 3, 32, 32)
+    assert images.y_test.tolist() == records["test"][:, 1].tolist()  # the fine label is the second
+    assert images.names == tuple(names)
+    pixels = images.x_test[0, 1] * images.deviation[1] + images.mean[1]
+    assert torch.allclose(pixels.flatten(), torch.from_numpy(records["test"][0, 2 + 1024 : 2 + 2048]).float())
+
+
+def test_tables(tmp_path, data_folder):
+    x, y = data.load_table("diabetes")
+    assert x.shape == (442, 10)
+    x, y = data.load_table("boston", data_folder)
+    assert (x.shape, y.shape) == ((506, 13), (506,))
+    assert torch.allclose(x.std(0), torch.ones(13, dtype=x.dtype))
+    with pytest.raises(br.Error, match=r"boston_housing\.csv; looked in the folder"):
+        data.load_table("boston", tmp_path)
 
 
 def test_no_folder_of_data_is_said(monkeypatch):

@@ -30,6 +30,60 @@ def test_implicit_is_exact(case, solver):
     check_method(br.Implicit(make()), known.problem, known.train, known.val, known.expected, tolerance)
 
 
+class Rated(nn.Module):
+    """A decay, and the learning rate of the steps that are unrolled."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_decay, self.log_rate = (nn.Parameter(torch.tensor(value)) for value in (-1.0, -2.0))
+
+
+def rated_problem():
+    x, y = torch.randn(12, 4), torch.randn(12)
+
+    def loss(model, hyper, batch):
+        return (model(x).squeeze(1) - y).square().mean()
+
+    def train(model, hyper, batch):
+        return loss(model, hyper, batch) + hyper.log_decay.exp() * model.weight.square().sum()
+
+    return br.Problem(nn.Linear(4, 1), Rated(), train, lambda m, h, b: loss(m, h, b) + 0.1 * m.weight.sum())
+
+
+@pytest.mark.parametrize("last", [None, 2])
+def test_a_learning_rate_is_tuned_through_the_steps(last):
+    problem = rated_problem()
+    tuned = br.Unrolled(4, lambda hyper: hyper.log_rate.exp(), last=last)
+    h = br.hypergradient(problem, None, None, tuned)
+    rate = problem.hyper.log_rate.exp().item()
+
+    def differentiated(steps_at_rate):
+        # The steps before the last ones are taken at the present rate, which is constant there.
+        with torch.no_grad():
+            problem.hyper.log_rate.fill_(steps_at_rate)
+        moved = br.hypergradient(problem, None, None, br.Unrolled(4, lambda hyper: hyper.log_rate.exp()))
+        return moved.val_loss
+
+    if last is None:
+        below, above = (differentiated(-2.0 + sign * 1e-5) for sign in (-1, 1))
+        assert h.total["log_rate"].item() == pytest.approx((above - below) / 2e-5, rel=1e-6)
+    else:
+        full = br.hypergradient(problem, None, None, br.Unrolled(4, lambda hyper: hyper.log_rate.exp()))
+        assert 0 < abs(h.total["log_rate"]) < abs(full.total["log_rate"])
+    with torch.no_grad():
+        problem.hyper.log_rate.fill_(-2.0)
+    fixed = br.Problem(problem.model, nn.ParameterDict({"d": problem.hyper.log_decay}), lambda m, h, b:
+        problem.train_loss(m, problem.hyper, b), problem.val_loss)  # fmt: skip
+    same = br.hypergradient(fixed, None, None, br.Unrolled(4, rate, last=last))
+    assert torch.allclose(h.total["log_decay"], same.total["d"], rtol=1e-10)
+
+
+@pytest.mark.parametrize("rate", [lambda h: h.log_rate, lambda h: 0.1, lambda h: h.log_rate.exp().expand(2)])
+def test_a_learning_rate_must_be_a_positive_scalar_tensor(rate):
+    with pytest.raises(br.Error, match="Unrolled.step_size must return a positive scalar tensor"):
+        br.hypergradient(rated_problem(), None, None, br.Unrolled(2, rate))
+
+
 @pytest.mark.filterwarnings("ignore:Exact needs an invertible")
 @pytest.mark.parametrize("case", cases.EXACT_CASES)
 def test_implicit_with_finite_differences_is_exact(case):

@@ -283,8 +283,8 @@ def refuse_unreached(
     if lost:
         raise EvaluationError(
             f"every hyperparameter must reach train_loss or val_loss; {lost[:5]} reach neither, so that their "
-            "hypergradient would be zero. Use them in a loss, through the argument hyper; for settings of the "
-            "optimiser or initial values use Unrolled; freeze the rest with requires_grad_(False)."
+            "hypergradient would be zero. Use them in a loss, through the argument hyper; for a learning rate use "
+            "Unrolled with a step_size that is a function of hyper; freeze the rest with requires_grad_(False)."
         )
 
 

@@ -93,7 +93,7 @@ class Unrolled(Method):
         if not callable(self.step_size):
             return self.step_size
         rate = self.step_size(hyper)
-        if not isinstance(rate, Tensor) or rate.numel() != 1 or not 0 < float(rate) < math.inf:
+        if not isinstance(rate, Tensor) or rate.numel() != 1 or not 0 < float(rate.detach()) < math.inf:
             raise EvaluationError(
                 f"Unrolled.step_size must return a positive scalar tensor; got {rate!r}. Tune its logarithm: exp() "
                 "of that is positive."

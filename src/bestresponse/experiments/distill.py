@@ -314,7 +314,7 @@ def _show(panel: Any, image: Tensor) -> None:
     """One image [C, H, W], its values spread from black to white; a single channel with zero as grey."""
     if image.shape[0] == 1:
         most = float(image.abs().max())
-        panel.imshow(image[0], cmap="gray", vmin=-most, vmax=most)
+        panel.imshow(image[0].numpy(), cmap="gray", vmin=-most, vmax=most)
     else:
         low, high = image.min(), image.max()
-        panel.imshow(((image - low) / (high - low)).permute(1, 2, 0))
+        panel.imshow(((image - low) / (high - low)).permute(1, 2, 0).numpy())

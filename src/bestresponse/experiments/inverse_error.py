@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..errors import ArgumentError
 from ..hyperparameters import WeightDecay
 from ..implicit import Implicit, Method, hypergradient
 from ..problem import Problem
@@ -68,6 +69,10 @@ PRESETS: dict[Preset, InverseError] = {
 def run(config: InverseError) -> Path:
     """Run the experiment and return its folder."""
     config.begin(("steps", "weight_steps", "weight_rate", "hyper_rate", "shown"))
+    if config.shown not in config.inversion_steps:
+        raise ArgumentError(
+            f"--shown must be one of --inversion-steps, {config.inversion_steps}; got {config.shown}."
+        )
     x, y = data.load_table(config.data, config.data_dir)
     folder = config.out or Path("runs") / f"inverse-error-{config.data}"
     record = runs.Run(folder, "inverse-error", config, figures=["inverse_error.png"])
