@@ -73,7 +73,7 @@ class Distill(Options):
 
 PRESETS: dict[Preset, Distill] = {
     "smoke": Distill(),
-    "cpu": Distill(preset="cpu", data="mnist", steps=300),
+    "cpu": Distill(preset="cpu", data="mnist", steps=450, pixel_rate=0.015, closeness=0.5),
     "paper": Distill(preset="paper", data="mnist", steps=1000, start="noise", seeds=3),
 }
 

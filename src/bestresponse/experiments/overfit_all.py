@@ -38,7 +38,7 @@ class OverfitAll(Options):
 PRESETS: dict[Preset, OverfitAll] = {
     "smoke": OverfitAll(weight_rate=1e-3, steps=60),
     "cpu": OverfitAll(
-        preset="cpu", data=("mnist", "cifar10"), model=("linear", "mlp", "lenet"), weight_rate=3e-4
+        preset="cpu", data=("mnist", "cifar10"), model=("linear", "mlp", "lenet"), steps=80, weight_rate=3e-4
     ),
     "paper": OverfitAll(
         preset="paper",
