@@ -93,7 +93,7 @@ def test_an_option_outranks_its_preset(tmp_path):
     ("name", "options", "message"),
     [
         ("split", ("--shares", 0.0, 0.5), "must leave examples"),
-        ("split", ("--steps", 0), "--steps must be positive; got 0"),
+        ("split", ("--steps", 0), "--steps must be positive and finite; got 0"),
         ("split", ("--seeds", 0), "--seeds must be positive"),
         ("distill", ("--per-class", 500), "at most the images of a class"),
         ("distill", ("--validation", 5000), "the training set has 1198"),

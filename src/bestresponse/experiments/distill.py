@@ -91,13 +91,21 @@ class _Tuned(nn.Module):
         return batch
 
     def rate(self) -> Tensor:
+        """The learning rate of the steps from zero."""
         assert self.log_rate is not None
         return self.log_rate.exp()
+
+    def recipe(self, config: Distill) -> Recipe:
+        """How a classifier is to be trained on the data as they are."""
+        if self.log_rate is None:
+            return Recipe(_penalty(config))
+        return Recipe(_penalty(config), config.inner_steps, self.rate().item())
 
 
 def run(config: Distill) -> Path:
     """Run the experiment and return its folder."""
-    device = config.begin(("per_class", "steps", "pixel_rate", "solver_steps", "inner_steps"))
+    positive = ("per_class", "steps", "pixel_rate", "solver_steps", "inner_steps")
+    device = config.begin(positive, ("validation", "penalty", "smoothness", "closeness"))
     images = data.load(config.data, config.data_dir)
     test = images.x_test.flatten(1).to(device), images.y_test.to(device)
     folder = config.out or Path("runs") / f"distill-{config.data}"
@@ -151,7 +159,7 @@ def _first_images(config: Distill, seed: int, images: data.Images) -> tuple[Tens
                 f"{images.names[number]!r} has {len(of_class)}."
             )
         order = torch.randperm(len(of_class), generator=generator)
-        means += [of_class[rows].mean(dim=0) for rows in order.chunk(config.per_class)]
+        means += [of_class[rows].mean(dim=0) for rows in order.tensor_split(config.per_class)]
     return torch.stack(means), labels
 
 
@@ -170,29 +178,7 @@ def _distil(
     if config.learned_rate:
         method = Unrolled(config.inner_steps, lambda tuned: tuned.rate())
     optimizer = torch.optim.Adam(tuned.parameters(), config.pixel_rate)
-    snapshots = {"0": _shown(distilled, config)}
-
-    def recipe() -> Recipe:
-        if not config.learned_rate:
-            return Recipe(_penalty(config))
-        return Recipe(_penalty(config), config.inner_steps, tuned.rate().item())
-
-    def running_accuracy() -> float:
-        if config.learned_rate:
-            inputs, targets = (x.detach() for x in tuned())
-            return softmax.accuracy(recipe().train(inputs, targets, images.classes)[0], *test)
-        return float(model(test[0]).argmax(dim=1).eq(test[1]).float().mean())
-
-    def look(tuner: Tuner) -> None:
-        step, last = tuner.hyper_step, tuner.hyper_step == config.steps
-        row = {"seed": seed, **tuner.history[-1]}
-        if last or step % max(1, config.steps // 50) == 0:
-            row["test_accuracy"] = running_accuracy()
-            row["inner_gradient_norm"] = None if config.learned_rate else exact.gradient_norm
-        record.write(row)
-        if last or step % max(1, round(config.steps / _STRIP)) == 0:
-            snapshots[str(step)] = _shown(distilled, config)
-
+    watch = _Watch(config, seed, tuned, exact, test, record)
     tuner = Tuner(
         problem,
         _set_to_zero if config.learned_rate else exact,
@@ -200,27 +186,67 @@ def _distil(
         method,
         hyper_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps),
         seed=seed,
-        callbacks=[look, callbacks.Progress()],
+        callbacks=[watch, callbacks.Progress()],
     )
     tuner.fit([None], [val], config.steps)
-    save_file(snapshots, folder / "snapshots.safetensors")
-    inputs, targets = distilled()
+    save_file(watch.snapshots, folder / "snapshots.safetensors")
+    inputs, targets = tuned()
     distilled_set.save(
         folder,
         inputs,
         targets,
-        recipe(),
+        tuned.recipe(config),
         data=config.data,
         classes=images.names,
         mean=images.mean,
         deviation=images.deviation,
     )
-    return running_accuracy()
+    return watch.accuracy(model)
 
 
-def _shown(distilled: DistilledData, config: Distill) -> Tensor:
-    """The images of the first ten classes."""
-    return distilled.inputs.detach()[: 10 * config.per_class].cpu().clone()
+class _Watch:
+    """Writes a row for each hyper-step, with the test accuracy now and then, and keeps images for the strip."""
+
+    def __init__(
+        self,
+        config: Distill,
+        seed: int,
+        tuned: _Tuned,
+        exact: softmax.ExactSoftmax,
+        test: Batch,
+        record: runs.Run,
+    ) -> None:
+        self._config, self._seed, self._tuned = config, seed, tuned
+        self._exact, self._test, self._record = exact, test, record
+        self.snapshots: dict[str, Tensor] = {}
+        self._keep(0)
+
+    def __call__(self, tuner: Tuner) -> None:
+        step, steps = tuner.hyper_step, self._config.steps
+        row = {"seed": self._seed, **tuner.history[-1]}
+        if step == steps or step % max(1, steps // 50) == 0:
+            row["test_accuracy"] = self.accuracy(tuner.problem.model)
+            row["inner_gradient_norm"] = None if self._config.learned_rate else self._exact.gradient_norm
+        self._record.write(row)
+        if step == steps or step % max(1, round(steps / _STRIP)) == 0:
+            self._keep(step)
+
+    def accuracy(self, model: nn.Module) -> float:
+        """Of the present classifier; where a learned rate starts from zero each time, of one after its steps."""
+        x, y = self._test
+        if self._config.learned_rate:
+            inputs, targets = (part.detach() for part in self._tuned())
+            w, _ = self._tuned.recipe(self._config).train(
+                inputs, targets, int(model.get_parameter("bias").numel())
+            )
+            return softmax.accuracy(w, x, y)
+        with torch.no_grad():
+            return float(model(x).argmax(dim=1).eq(y).float().mean())
+
+    def _keep(self, step: int) -> None:
+        """The images of the first ten classes."""
+        images = self._tuned.distilled.inputs.detach()[: 10 * self._config.per_class]
+        self.snapshots[str(step)] = images.cpu().clone()
 
 
 def _set_to_zero(problem: Problem, batch: object) -> None:

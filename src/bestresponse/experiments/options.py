@@ -1,9 +1,10 @@
 """The options that all experiments share."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -37,18 +38,20 @@ class Options:
         """Each seed, in turn."""
         yield from range(self.seed, self.seed + self.seeds)
 
-    def begin(self, positive: Sequence[str] = ()) -> torch.device:
+    def begin(self, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> torch.device:
         """Check the options before anything is written, set the threads, and return the device.
 
         Args:
             positive: the names of the options that must be above zero.
+            not_negative: those that must not be below it.
 
         Raises:
             ArgumentError: an option is out of its range, or the device is not here.
         """
         for name in ("seeds", *positive):
-            _require(name, getattr(self, name), "positive", above=0.0)
-        _require("threads", self.threads, "≥ 0", above=-1.0)
+            self._require(name, "positive and finite", getattr(self, name) > 0)
+        for name in ("threads", *not_negative):
+            self._require(name, "≥ 0 and finite", getattr(self, name) >= 0)
         try:
             device = torch.empty(0, device=self.device).device
         except (RuntimeError, AssertionError) as error:
@@ -60,7 +63,7 @@ class Options:
             torch.set_num_threads(self.threads)
         return device
 
-
-def _require(name: str, value: Any, required: str, above: float) -> None:
-    if not value > above:
-        raise ArgumentError(f"--{name.replace('_', '-')} must be {required}; got {value}.")
+    def _require(self, name: str, required: str, holds: bool) -> None:
+        value = getattr(self, name)
+        if not (holds and math.isfinite(value)):
+            raise ArgumentError(f"--{name.replace('_', '-')} must be {required}; got {value}.")

@@ -151,9 +151,8 @@ def run(config: Overfit) -> Path:
 
 def _checked(config: Overfit) -> torch.device:
     """The device; raises for options that cannot be run, before anything is written."""
-    device = config.begin(("steps", "weight_steps", "train_size", "val_size", "weight_rate", "hyper_rate"))
-    if config.save_every < 0:
-        raise ArgumentError(f"--save-every must be ≥ 0; got {config.save_every}.")
+    positive = ("steps", "weight_steps", "train_size", "val_size", "weight_rate", "hyper_rate")
+    device = config.begin(positive, ("save_every",))
     if config.seeds != 1:
         raise ArgumentError(
             f"overfit makes one run, so --seeds must be 1; got {config.seeds}. Use `reproduce overfit-all`."
