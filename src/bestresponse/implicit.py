@@ -149,7 +149,7 @@ class Implicit(Method):
         curvature: which A.
         warm_start: whether a call starts from the last solution of the same method object; None means
             True exactly when no solver was given. The first solve of a warm-started conjugate
-            gradient runs to a relative residual of 0.1 or 20 steps.
+            gradient goes on after its own steps, up to 20, while the relative residual is above 0.1.
         estimate_error: whether to estimate the error that the solve leaves in the hypergradient
             (`Report.hypergradient_error`), at the price of one more mixed product.
 

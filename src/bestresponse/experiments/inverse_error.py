@@ -1,5 +1,6 @@
 """How near approximate hypergradients come to the exact one: the paper's figure 3."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,19 +167,17 @@ def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
     """Cosine and distance, over hyper-steps and over inversion steps: the axes of the paper's figure 3."""
     path = folder / "inverse_error.png"
-    table = _table(rows)
     with plots.panels(path, 2, 2, (8.0, 5.6), sharex="col", sharey="row") as axes:
         for down, key in enumerate(("cosine", "distance")):
             for name, colour in _COLOURS.items():
                 of_method = [row for row in rows if row["method"] == name]
                 shown = [row for row in of_method if row["inversion steps"] in (0, config["shown"])]
-                curve = runs.mean_and_deviation(shown, ["hyper_step"], [key])
-                _band(axes[down, 0], curve, "hyper_step", key, name, colour)
-                points = [row for row in table if row["method"] == name]
+                _curve(axes[down, 0], shown, "hyper_step", key, name, colour)
                 if name == "identity":
-                    axes[down, 1].axhline(points[0][key], color=colour, linewidth=1.8, label=name)
+                    level = statistics.fmean(row[key] for row in of_method)
+                    axes[down, 1].axhline(level, color=colour, linewidth=1.8)
                 else:
-                    _band(axes[down, 1], points, "inversion steps", key, name, colour)
+                    _curve(axes[down, 1], of_method, "inversion steps", key, name, colour)
         plots.style(axes[0, 0], "", "cosine similarity", f"{config['shown']} inversion steps")
         plots.style(axes[0, 1], "", "", "mean over the run")
         plots.style(axes[1, 0], "hyper-steps", "ℓ2 distance")
@@ -188,18 +187,15 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
     return [path]
 
 
-def _band(axes: Any, rows: list[dict[str, Any]], x: str, y: str, label: str, colour: str) -> None:
-    """A curve of means with a band of one standard deviation over seeds."""
-    at, mean = [row[x] for row in rows], [row[y] for row in rows]
-    axes.plot(
-        at,
-        mean,
-        "o-" if x == "inversion steps" else "-",
-        color=colour,
-        label=label,
-        markersize=3.5,
-        linewidth=1.8,
-    )
-    if f"{y} ±" in rows[0]:
-        low, high = ([row[y] + sign * row[f"{y} ±"] for row in rows] for sign in (-1, 1))
-        axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
+def _curve(axes: Any, rows: list[dict[str, Any]], x: str, y: str, label: str, colour: str) -> None:
+    """The mean over seeds, in a band from the smallest to the largest of them."""
+    of_seed = runs.mean_and_deviation(rows, [x, "seed"], [y])
+    at = sorted({row[x] for row in of_seed})
+    values = [[row[y] for row in of_seed if row[x] == place] for place in at]
+    line = "o-" if x == "inversion steps" else "-"
+    means = [statistics.fmean(some) for some in values]
+    axes.plot(at, means, line, color=colour, label=label, markersize=3.5, linewidth=1.8)
+    if len(values[0]) > 1:
+        axes.fill_between(
+            at, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.2, linewidth=0
+        )

@@ -36,7 +36,8 @@ class ConjugateGradient(Solver):
 
     Args:
         max_steps: the largest number of steps, one product each; ≥ 1.
-        tolerance: the relative residual to stop at; ≥ 0.
+        tolerance: the relative residual to stop at; ≥ 0. It also stops at a residual of ε, the precision of b,
+            below which there is rounding only.
         damping: δ ≥ 0. None chooses it: 1e-4 of the curvature along the first right-hand side, raised
             tenfold (and above the negative curvature that was met) each time a solve meets negative
             curvature or diverges, after which the solve begins again; halved after each solve that does
