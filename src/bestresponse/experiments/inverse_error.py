@@ -18,8 +18,7 @@ from ..solvers import ConjugateGradient, Exact, Identity, Neumann
 from ..tuner import Tuner
 from . import data, plots, runs
 from .options import Options, Preset
-
-Batch = tuple[Tensor, Tensor]
+from .regression import train_loss, val_loss
 
 METHODS: dict[str, Callable[[int, float], Method]] = {
     "identity": lambda steps, scale: Implicit(Identity()),
@@ -94,7 +93,7 @@ def _follow(config: InverseError, seed: int, x: Tensor, y: Tensor, record: runs.
     train, val = ((x[rows], y[rows]) for rows in order.chunk(2))
     model = nn.Linear(x.shape[1], 1, dtype=x.dtype)
     decay = WeightDecay(model, initial=torch.tensor(config.initial_log_decay).exp().item())
-    problem = Problem(model, decay, _train_loss, _val_loss)
+    problem = Problem(model, decay, train_loss, val_loss)
     methods = {
         (name, steps): make(steps, config.weight_rate)
         for name, make in METHODS.items()
@@ -129,16 +128,6 @@ def _follow(config: InverseError, seed: int, x: Tensor, y: Tensor, record: runs.
         callbacks=[compare],
     )
     tuner.fit([train], [val], config.steps)
-
-
-def _train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    penalty: Tensor = decay(model)
-    return _val_loss(model, decay, batch) + penalty
-
-
-def _val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    error: Tensor = model(batch[0]).squeeze(1) - batch[1]
-    return error.square().mean()
 
 
 def _flat(h: Hypergradient) -> Tensor:

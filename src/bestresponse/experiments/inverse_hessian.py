@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import _tree
 from ..curvature import Hessian, Linearisation
@@ -19,8 +19,7 @@ from ..solvers import Neumann, Solver
 from ..solvers.direct import dense
 from . import data, plots, runs
 from .options import Options, Preset
-
-Batch = tuple[Tensor, Tensor]
+from .regression import Batch, train_loss, val_loss
 
 
 @dataclass(kw_only=True)
@@ -107,29 +106,19 @@ def _trained(config: InverseHessian, seed: int, batch: Batch) -> Problem:
     features = batch[0].shape[1]
     model = nn.Sequential(nn.Linear(features, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1)).double()
     decay = WeightDecay(model, per="global", initial=math.exp(config.log_decay))
-    problem = Problem(model, decay, _train_loss, _val_loss)
+    problem = Problem(model, decay, train_loss, val_loss)
     optimizer = torch.optim.LBFGS(
         problem.weights.values(), max_iter=config.steps, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
     )
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = _train_loss(model, decay, batch)
+        loss = train_loss(model, decay, batch)
         torch.autograd.backward(loss, inputs=list(problem.weights.values()))
         return loss.item()
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     return problem
-
-
-def _train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    penalty: Tensor = decay(model)
-    return _val_loss(model, decay, batch) + penalty
-
-
-def _val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    error: Tensor = model(batch[0]).squeeze(1) - batch[1]
-    return error.square().mean()
 
 
 def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
