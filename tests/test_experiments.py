@@ -332,8 +332,17 @@ def test_tables(tmp_path, data_folder):
     x, y = data.load_table("boston", data_folder)
     assert (x.shape, y.shape) == ((506, 13), (506,))
     assert torch.allclose(x.std(0), torch.ones(13, dtype=x.dtype))
-    with pytest.raises(br.Error, match=r"boston_housing\.csv; looked in the folder"):
+    with pytest.raises(br.Error, match=r"boston_housing\.csv\); looked in the folder"):
         data.load_table("boston", tmp_path)
+    table = np.loadtxt(data_folder / "boston_housing.csv", delimiter=",", skiprows=1)
+    lines = [
+        f" {' '.join(map(repr, row[:11].tolist()))}\n  {' '.join(map(repr, row[11:].tolist()))}"
+        for row in table
+    ]
+    (tmp_path / "boston").write_text("\n".join([*["words 1 2"] * 22, *lines]), encoding="utf-8")
+    original, targets = data.load_table("boston", tmp_path)
+    assert torch.equal(original, x)
+    assert torch.equal(targets, y)
 
 
 def test_no_folder_of_data_is_said(monkeypatch):

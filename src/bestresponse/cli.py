@@ -11,10 +11,13 @@ from typing import Any
 from .errors import Error
 
 _USAGE = """\
-usage: bestresponse reproduce NAME [options]   run an experiment of the paper; NAME is one of: {names}
+usage: bestresponse reproduce NAME [options]   run an experiment of the paper
        bestresponse plot FOLDER                draw the figures of a run again, from what it has written
-       bestresponse COMMAND --help             every option with its default
-       bestresponse --version"""
+       bestresponse reproduce NAME --help      every option with its default
+       bestresponse --version
+
+experiments:
+{names}"""
 
 
 @dataclass
@@ -49,7 +52,12 @@ def _run(words: list[str]) -> int:
             "Run: pip install 'bestresponse[experiments]'"
         ) from error
     experiments = catalogue.EXPERIMENTS
-    usage = _USAGE.format(names=", ".join(experiments))
+    usage = _USAGE.format(
+        names="\n".join(
+            f"  {name:16} {(type(experiment.presets['smoke']).__doc__ or '').splitlines()[0]}"
+            for name, experiment in experiments.items()
+        )
+    )
     match words:
         case ["reproduce", name, *rest] if name in experiments:
             experiment = experiments[name]

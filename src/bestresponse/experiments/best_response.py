@@ -33,8 +33,8 @@ class BestResponse(Options):
 
 PRESETS: dict[Preset, BestResponse] = {
     "smoke": BestResponse(),
-    "cpu": BestResponse(preset="cpu"),
-    "paper": BestResponse(preset="paper"),
+    "cpu": BestResponse(preset="cpu", threads=0),
+    "paper": BestResponse(preset="paper", threads=0),
 }
 
 
@@ -56,7 +56,7 @@ def run(config: BestResponse) -> Path:
         record.write(row)
     rows = runs.read_rows(folder)
     draw(folder, runs.read_config(folder), rows)
-    table = [{"points": len(rows), "largest difference from the derivative": worst}]
+    table = [{"points": len(rows), "largest |hypergradient − derivative by hand|": worst}]
     record.finish({"largest difference": worst}, table, config.seed)
     return folder
 
@@ -110,21 +110,23 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
             )
             panel.plot(
                 at["hyperparameter"], at["best response"], at[name], color=plots.BLUE, linewidth=2.5,
-                label="best response w*(λ)" if loss is _train else "L_V(w*(λ), λ)", zorder=2,
+                label="best response w*(λ)" if loss is _train else "$L_V$(w*(λ), λ)", zorder=2,
             )  # fmt: skip
             here = marked["hyperparameter"], marked["best response"], marked[name]
             panel.scatter(*here, color=plots.RED, s=30, zorder=4)
             panel.set_xlabel("hyperparameter λ")
             panel.set_ylabel("weight w")
+            panel.set_zlabel("loss")
             panel.set_title(name, fontsize=11)
             panel.view_init(elev=32, azim=-58)
         slope = -marked["best response"] * (1.0 - marked["best response"])
         reach = np.array([-1.1, 1.1])
+        slope_text = f"slope: the hypergradient, {marked['hypergradient']:.3f}".replace("-", "−")
         axes[0, 1].plot(
             marked["hyperparameter"] + reach,
             marked["best response"] + slope * reach,
             marked["validation loss"] + marked["hypergradient"] * reach,
-            color=plots.RED, linewidth=2.2, zorder=3, label=f"slope: the hypergradient, {marked['hypergradient']:.3f}",
+            color=plots.RED, linewidth=2.2, zorder=3, label=slope_text,
         )  # fmt: skip
         for panel in axes[0]:
             panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2, fontsize=9)

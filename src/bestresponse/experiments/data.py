@@ -88,8 +88,8 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
     rests on a racist premise.
 
     Args:
-        name: "diabetes", which comes with scikit-learn, or "boston", the file ``boston_housing.csv`` of 506 rows
-            with one line of names, the target last.
+        name: "diabetes", which comes with scikit-learn, or "boston": StatLib's file ``boston`` as it is, or
+            ``boston_housing.csv``, 506 lines under one of names, the target last.
         folder: where the file is; None means the folder that the variable BESTRESPONSE_DATA names.
 
     Raises:
@@ -101,15 +101,26 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
         features, targets = load_diabetes(return_X_y=True)
     else:
         where = _folder(folder)
-        path = _find(where, "boston_housing.csv")
+        path = _find(where, "boston_housing.csv", "boston")
         if path is None:
             raise _missing(
-                "Boston housing", "boston_housing.csv", where, "http://lib.stat.cmu.edu/datasets/boston"
+                "Boston housing",
+                "boston (or boston_housing.csv)",
+                where,
+                "http://lib.stat.cmu.edu/datasets/boston",
             )
-        table = np.loadtxt(path, delimiter=",", skiprows=1)
+        table = _boston(path)
         features, targets = table[:, :-1], table[:, -1]
     x, y = (torch.from_numpy(np.asarray(values, np.float64)) for values in (features, targets))
     return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+
+
+def _boston(path: Path) -> Array:
+    """506 rows of 14 numbers. StatLib's file has 22 lines of words first, and each row on two lines."""
+    if path.suffix == ".csv":
+        return np.loadtxt(path, delimiter=",", skiprows=1)
+    numbers = " ".join(path.read_text(encoding="latin-1").splitlines()[22:]).split()
+    return np.asarray(numbers, np.float64).reshape(-1, 14)
 
 
 def _folder(folder: str | Path | None) -> Path | None:

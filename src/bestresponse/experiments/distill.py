@@ -60,7 +60,7 @@ class Distill(Options):
     """The images to begin with: the means of each class, or noise."""
     smoothness: float = 0.0
     """The weight of the images' mean squared difference between neighbouring pixels in the validation loss."""
-    closeness: float = 0.0
+    closeness: float = 0.5
     """The weight of the images' mean squared distance from the first ones in the validation loss, which keeps
     recognisable what the classifier does not need."""
     soft_labels: bool = False
@@ -73,8 +73,8 @@ class Distill(Options):
 
 PRESETS: dict[Preset, Distill] = {
     "smoke": Distill(),
-    "cpu": Distill(preset="cpu", data="mnist", steps=450, pixel_rate=0.015, closeness=0.5),
-    "paper": Distill(preset="paper", data="mnist", steps=1000, start="noise", seeds=3),
+    "cpu": Distill(preset="cpu", threads=0, data="mnist", steps=450, pixel_rate=0.015),
+    "paper": Distill(preset="paper", threads=0, data="mnist", steps=1000, start="noise", seeds=3),
 }
 
 
@@ -327,6 +327,8 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
     snapshots = sorted(load_file(folder / "snapshots.safetensors").items(), key=lambda item: int(item[0]))
     shown = min(across, len(names))
     with plots.panels(paths[1], len(snapshots), shown, (10.0, 1.05 * len(snapshots))) as axes:
+        for panel, name in zip(axes[0], names, strict=False):
+            panel.set_title(name.replace("_", " "), fontsize=8, pad=2)
         for line, (step, snapshot) in zip(axes, snapshots, strict=True):
             for panel, image in zip(line, snapshot[::per_class], strict=True):
                 _show(panel, image)

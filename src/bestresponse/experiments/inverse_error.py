@@ -61,8 +61,8 @@ class InverseError(Options):
 
 PRESETS: dict[Preset, InverseError] = {
     "smoke": InverseError(inversion_steps=(1, 2, 5, 10)),
-    "cpu": InverseError(preset="cpu", data="boston", seeds=5),
-    "paper": InverseError(preset="paper", data="boston", seeds=5, steps=500),
+    "cpu": InverseError(preset="cpu", threads=0, data="boston", seeds=5),
+    "paper": InverseError(preset="paper", threads=0, data="boston", seeds=5, steps=500),
 }
 
 
@@ -172,7 +172,10 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
         plots.style(axes[1, 0], "hyper-steps", "ℓ2 distance")
         plots.style(axes[1, 1], "inversion steps", "")
         axes[1, 0].set_yscale("log")
-        axes[1, 0].legend(frameon=False, fontsize=8)
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        axes[0, 0].figure.legend(
+            handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9
+        )
     return [path]
 
 

@@ -44,8 +44,8 @@ class InverseHessian(Options):
 
 PRESETS: dict[Preset, InverseHessian] = {
     "smoke": InverseHessian(hidden=5),
-    "cpu": InverseHessian(preset="cpu", data="boston", seeds=3),
-    "paper": InverseHessian(preset="paper", data="boston", seeds=3),
+    "cpu": InverseHessian(preset="cpu", threads=0, data="boston", seeds=3),
+    "paper": InverseHessian(preset="paper", threads=0, data="boston", seeds=3),
 }
 
 

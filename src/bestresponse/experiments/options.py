@@ -26,13 +26,14 @@ class Options:
     """The first seed. It draws the examples and the initial weights."""
     device: str = "cpu"
     """Where to compute: cpu, cuda, ..."""
-    threads: int = 0
-    """Processor threads for torch; 0 leaves torch's choice."""
+    threads: int = 1
+    """Processor threads for torch; 0 leaves torch's choice. For networks as small as those of smoke, a second one
+    costs more than it gives."""
     data_dir: Path | None = None
     """The folder of data files; also the environment variable BESTRESPONSE_DATA. docs/reproducing.md says which
     files of each data set."""
     out: Path | None = None
-    """The folder to write to, in the place of an earlier run; by default a name under runs/."""
+    """The folder to write to; by default a name under runs/. An earlier run's files there are replaced."""
 
     def all_seeds(self) -> Iterator[int]:
         """Each seed, in turn."""

@@ -65,7 +65,7 @@ class Overfit(Options):
     """Neumann terms, conjugate-gradient steps or unrolled steps, for the methods that have them."""
     scale: float = 0.1
     """The step α of neumann and unrolled."""
-    steps: int = 2000
+    steps: int = 1800
     """Hyper-steps to make."""
     weight_steps: int = 1
     """Weight steps before each hyper-step."""
@@ -87,8 +87,10 @@ class Overfit(Options):
 
 PRESETS: dict[Preset, Overfit] = {
     "smoke": Overfit(),
-    "cpu": Overfit(preset="cpu", data="mnist", steps=1500),
-    "paper": Overfit(preset="paper", data="cifar10", model="alexnet", steps=20_000, save_every=500),
+    "cpu": Overfit(preset="cpu", threads=0, data="mnist", steps=1500),
+    "paper": Overfit(
+        preset="paper", threads=0, data="cifar10", model="alexnet", steps=20_000, save_every=500
+    ),
 }
 
 

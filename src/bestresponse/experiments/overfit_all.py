@@ -36,12 +36,18 @@ class OverfitAll(Options):
 
 
 PRESETS: dict[Preset, OverfitAll] = {
-    "smoke": OverfitAll(weight_rate=1e-3, steps=60),
+    "smoke": OverfitAll(weight_rate=1e-3, steps=150),
     "cpu": OverfitAll(
-        preset="cpu", data=("mnist", "cifar10"), model=("linear", "mlp", "lenet"), steps=80, weight_rate=3e-4
+        preset="cpu",
+        threads=0,
+        data=("mnist", "cifar10"),
+        model=("linear", "mlp", "lenet"),
+        steps=80,
+        weight_rate=3e-4,
     ),
     "paper": OverfitAll(
         preset="paper",
+        threads=0,
         data=("mnist", "cifar10"),
         model=("linear", "mlp", "lenet", "alexnet", "resnet44"),
         steps=20_000,

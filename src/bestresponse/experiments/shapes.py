@@ -36,8 +36,8 @@ class Shapes(Options):
 
 PRESETS: dict[Preset, Shapes] = {
     "smoke": Shapes(),
-    "cpu": Shapes(preset="cpu"),
-    "paper": Shapes(preset="paper"),
+    "cpu": Shapes(preset="cpu", threads=0),
+    "paper": Shapes(preset="paper", threads=0),
 }
 
 
@@ -169,6 +169,13 @@ def _place(panel: Any, matrix: Any, name: str, left: float, top: float, tall: in
         color="black",
         lw=0.8,
     )
-    panel.text(left + across / 2, upper + 0.4, name, ha="center", va="bottom", fontsize=9)
+    panel.text(
+        left + across / 2,
+        upper + 0.4,
+        name.replace("L_V", "$L_V$").replace("L_T", "$L_T$"),
+        ha="center",
+        va="bottom",
+        fontsize=9,
+    )
     panel.text(left + across / 2, upper - down - 0.3, f"{down} × {across}", ha="center", va="top", fontsize=8)
     return left + across + 1.5

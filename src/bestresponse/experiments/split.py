@@ -38,7 +38,7 @@ class Split(Options):
     """The data set. digits comes with scikit-learn; mnist is read from --data-dir."""
     examples: int = 200
     """Training and validation examples together."""
-    shares: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    shares: tuple[float, ...] = (0.1, 0.5, 0.9)
     """The shares of them that are for validation."""
     steps: int = 60
     """Hyper-steps."""
@@ -55,8 +55,8 @@ class Split(Options):
 _NINE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 PRESETS: dict[Preset, Split] = {
     "smoke": Split(),
-    "cpu": Split(preset="cpu", data="mnist", examples=500, shares=_NINE, seeds=5),
-    "paper": Split(preset="paper", data="mnist", examples=1000, shares=_NINE, seeds=10, steps=300),
+    "cpu": Split(preset="cpu", threads=0, data="mnist", examples=500, shares=_NINE, seeds=5),
+    "paper": Split(preset="paper", threads=0, data="mnist", examples=1000, shares=_NINE, seeds=10, steps=300),
 }
 
 
@@ -155,7 +155,9 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
                     half = [100 * 1.96 * p[f"{key} ±"] / math.sqrt(seeds) for p in points]
                     low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
                     axes[0, 0].fill_between(at, low, high, color=_COLOURS[per], alpha=0.15, linewidth=0)
-        title = f"{config['examples']} examples of {config['data']}; bands: 95 % of the mean over seeds"
+        title = f"{config['examples']} examples of {config['data']}"
+        if len({row["seed"] for row in rows}) > 1:
+            title += "; bands: 95 % intervals of the mean over seeds"
         plots.style(axes[0, 0], "examples for validation [%]", "test accuracy [%]", title)
         axes[0, 0].legend(frameon=False, fontsize=8)
     return [path]
