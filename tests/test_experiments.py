@@ -345,6 +345,31 @@ def test_tables(tmp_path, data_folder):
     assert torch.equal(targets, y)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"garbage", "must be whole; one cannot be read"),
+        ({"x_train": 4, "y_train": 4, "x_test": 2}, "KeyError"),
+        ({"x_train": 4, "y_train": 3, "x_test": 2, "y_test": 2}, "one label each"),
+        ({"x_train": 4, "y_train": 4, "x_test": 2, "y_test": 2, "label": 11}, "below 10"),
+    ],
+    ids=["garbage", "a key is missing", "a label is missing", "a label too many"],
+)
+def test_damaged_data_files_are_one_sentence(content, words, tmp_path):
+    path = tmp_path / "mnist.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        label = content.pop("label", 1)
+        arrays = {
+            key: np.full((n, 28, 28), 3, np.uint8) if key[0] == "x" else np.full(n, label, np.uint8)
+            for key, n in content.items()
+        }
+        np.savez(path, **arrays)
+    with pytest.raises(br.Error, match=words):
+        data.load("mnist", tmp_path)
+
+
 def test_no_folder_of_data_is_said(monkeypatch):
     monkeypatch.delenv("BESTRESPONSE_DATA", raising=False)
     with pytest.raises(br.Error, match="neither --data-dir nor BESTRESPONSE_DATA is set"):

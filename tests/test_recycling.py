@@ -104,6 +104,22 @@ def test_a_run_of_recycled_solves_beyond_rounding_stays_exact():
     assert (start["w"] - exact).norm() < 1e-9 * exact.norm()
 
 
+def test_a_solve_goes_on_below_the_precision_of_b_where_that_is_no_rounding():
+    # A diagonal system mixes nothing, and its small components are exact far below ε ‖b‖.
+    diagonal, b = torch.tensor([1.0, 1e-5]), torch.tensor([1.0, 1e-7])
+    diagonal, b = diagonal.float(), b.float()
+    solution = br.ConjugateGradient(20, tolerance=0.0).solve(lambda v: {"w": diagonal * v["w"]}, {"w": b})
+    assert torch.allclose(solution.x["w"], torch.tensor([1.0, 1e-2]).float(), rtol=1e-5)
+
+
+def test_a_solver_derived_from_conjugate_gradient_opens_as_itself():
+    class Own(br.ConjugateGradient):
+        pass
+
+    own = Own(5)
+    assert own.opening() is own
+
+
 def test_a_first_solve_makes_the_steps_that_were_asked_for_and_more_while_it_is_far():
     generator = torch.Generator().manual_seed(0)
     q, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator, dtype=torch.float64))

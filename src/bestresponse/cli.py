@@ -82,10 +82,11 @@ def _run(words: list[str]) -> int:
 
 
 def _preset(words: Sequence[str]) -> str:
-    """The value of --preset, which says where all other options begin."""
+    """The last value of --preset, which says where all other options begin."""
+    preset = "smoke"
     for word, following in pairwise([*words, ""]):
         if word == "--preset":
-            return following
-        if word.startswith("--preset="):
-            return word.removeprefix("--preset=")
-    return "smoke"
+            preset = following
+        elif word.startswith("--preset="):
+            preset = word.removeprefix("--preset=")
+    return preset

@@ -46,7 +46,7 @@ class _Scalar(nn.Module):
 
 def run(config: BestResponse) -> Path:
     """Run the experiment and return its folder."""
-    config.begin(("points",))
+    config.begin(("points",), several=False)
     folder = config.out or Path("runs/best-response")
     record = runs.Run(folder, "best-response", config, figures=["best_response.png"])
     worst = 0.0

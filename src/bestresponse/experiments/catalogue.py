@@ -9,6 +9,7 @@ from ..errors import ArgumentError
 from . import (
     best_response,
     distill,
+    distilled_set,
     inverse_error,
     inverse_hessian,
     overfit,
@@ -38,7 +39,7 @@ class Experiment:
 EXPERIMENTS = {
     "best-response": Experiment(best_response.PRESETS, best_response.run, best_response.draw),
     "shapes": Experiment(shapes.PRESETS, shapes.run, shapes.draw),
-    "distill": Experiment(distill.PRESETS, distill.run, distill.draw),
+    "distill": Experiment(distill.PRESETS, distill.run, distilled_set.draw),
     "inverse-error": Experiment(inverse_error.PRESETS, inverse_error.run, inverse_error.draw),
     "inverse-hessian": Experiment(inverse_hessian.PRESETS, inverse_hessian.run, inverse_hessian.draw),
     "overfit": Experiment(overfit.PRESETS, overfit.run, overfit.draw),
@@ -60,4 +61,7 @@ def draw(folder: Path) -> list[Path]:
             f"{folder} must be the run of one of {list(EXPERIMENTS)}; its config.json says "
             f"{config.get('experiment')!r}. Name another."
         )
-    return experiment.draw(folder, config, runs.read_rows(folder))
+    rows = runs.read_rows(folder)
+    if not rows:
+        raise ArgumentError(f"{folder} must hold rows to draw; it has none. Has the run begun?")
+    return experiment.draw(folder, config, rows)

@@ -3,7 +3,9 @@
 import gzip
 import os
 import struct
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,8 @@ def load(name: str, folder: str | Path | None = None) -> Images:
     """
     if name == "digits":
         return _digits()
-    return _READERS[name](_folder(folder))
+    with _told(name, folder_of(folder)):
+        return _READERS[name](folder_of(folder))
 
 
 def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
@@ -100,7 +103,7 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
 
         features, targets = load_diabetes(return_X_y=True)
     else:
-        where = _folder(folder)
+        where = folder_of(folder)
         path = _find(where, "boston_housing.csv", "boston")
         if path is None:
             raise _missing(
@@ -109,7 +112,8 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
                 where,
                 "http://lib.stat.cmu.edu/datasets/boston",
             )
-        table = _boston(path)
+        with _told(name, where):
+            table = _boston(path)
         features, targets = table[:, :-1], table[:, -1]
     x, y = (torch.from_numpy(np.asarray(values, np.float64)) for values in (features, targets))
     return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
@@ -118,12 +122,27 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
 def _boston(path: Path) -> Array:
     """506 rows of 14 numbers. StatLib's file has 22 lines of words first, and each row on two lines."""
     if path.suffix == ".csv":
-        return np.loadtxt(path, delimiter=",", skiprows=1)
+        return np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
     numbers = " ".join(path.read_text(encoding="latin-1").splitlines()[22:]).split()
     return np.asarray(numbers, np.float64).reshape(-1, 14)
 
 
-def _folder(folder: str | Path | None) -> Path | None:
+@contextmanager
+def _told(name: str, folder: Path | None) -> Iterator[None]:
+    """Say in one sentence what a damaged file makes a reader raise."""
+    try:
+        yield
+    except Error:
+        raise
+    except (ValueError, KeyError, EOFError, OSError, struct.error, zipfile.BadZipFile) as error:
+        raise ArgumentError(
+            f"the files of {name} in {folder} must be whole; one cannot be read: {type(error).__name__}: {error}. "
+            "Download it again."
+        ) from error
+
+
+def folder_of(folder: str | Path | None) -> Path | None:
+    """The folder of data files: the one that is given, or that the variable names."""
     named = folder if folder is not None else os.environ.get(VARIABLE)
     return Path(named) if named else None
 
@@ -254,6 +273,12 @@ def _scaled(
     names: tuple[str, ...],
     channels_last: bool = False,
 ) -> Images:
+    for x, y in ((x_train, y_train), (x_test, y_test)):
+        if not len(x) or y.shape != (len(x),) or int(y.max()) >= len(names):
+            raise ArgumentError(
+                f"images need one label each, below {len(names)}; got {len(x)} images and labels "
+                f"{list(y.shape)} up to {y.max() if y.size else None}. Look at the files, and at the class names."
+            )
     train, test = (_as_tensor(x, channels_last) for x in (x_train, x_test))
     deviation, mean = torch.std_mean(train, dim=(0, 2, 3), keepdim=True)
     train, test = train.sub_(mean).div_(deviation), test.sub_(mean).div_(deviation)

@@ -1,6 +1,5 @@
 """A data set distilled into one image for each class: the paper's section 5.3, figure 6."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import callbacks
@@ -20,14 +19,21 @@ from ..problem import Problem
 from ..solvers import ConjugateGradient
 from ..tuner import Tuner
 from ..unrolled import Unrolled
-from . import data, distilled_set, plots, runs, softmax
-from .distilled_set import Recipe
+from . import data, distilled_set, runs, softmax
+from .distilled_set import Recipe, draw
 from .options import Options, Preset
 
 Batch = tuple[Tensor, Tensor]
 
 _PENALTIES = {"digits": 0.01, "mnist": 0.01, "cifar10": 0.1, "cifar100": 0.1}
 _STRIP = 5
+_FILES = [
+    "distilled.png",
+    "iterations.png",
+    "snapshots.safetensors",
+    "distilled.safetensors",
+    "distilled.json",
+]
 _RANDOM_DRAWS = 10
 
 
@@ -107,9 +113,10 @@ def run(config: Distill) -> Path:
     positive = ("per_class", "steps", "pixel_rate", "solver_steps", "inner_steps")
     device = config.begin(positive, ("validation", "penalty", "smoothness", "closeness"))
     images = data.load(config.data, config.data_dir)
+    _refuse_too_few(config, images)
     test = images.x_test.flatten(1).to(device), images.y_test.to(device)
     folder = config.out or Path("runs") / f"distill-{config.data}"
-    record = runs.Run(folder, "distill", config, figures=["distilled.png", "iterations.png"])
+    record = runs.Run(folder, "distill", config, figures=_FILES)
     rows: list[dict[str, Any]] = []
     for seed in config.all_seeds():
         place = folder if seed == config.seed else folder / f"seed-{seed}"
@@ -141,6 +148,17 @@ def _validation(config: Distill, seed: int, images: data.Images, device: torch.d
     return x.flatten(1).to(device), y.to(device)
 
 
+def _refuse_too_few(config: Distill, images: data.Images) -> None:
+    if config.validation:
+        images.draw(config.validation, seed=config.seed)  # raises where there are not so many
+    smallest, number = images.y_train.bincount(minlength=images.classes).min(dim=0)
+    if smallest < config.per_class:
+        raise ArgumentError(
+            f"--per-class must be at most the images of a class; got {config.per_class}, and "
+            f"{images.names[int(number)]!r} has {int(smallest)}."
+        )
+
+
 def _first_images(config: Distill, seed: int, images: data.Images) -> tuple[Tensor, Tensor]:
     """The images to begin with and their labels, class by class.
 
@@ -149,15 +167,13 @@ def _first_images(config: Distill, seed: int, images: data.Images) -> tuple[Tens
     labels = torch.arange(images.classes).repeat_interleave(config.per_class)
     generator = torch.Generator().manual_seed(seed)
     if config.start == "noise":
-        return 0.1 * torch.randn(len(labels), *images.shape, generator=generator), labels
+        return (
+            0.1 * torch.randn(len(labels), *images.shape, generator=generator, dtype=images.x_train.dtype),
+            labels,
+        )
     means = []
     for number in range(images.classes):
         of_class = images.x_train[images.y_train == number]
-        if len(of_class) < config.per_class:
-            raise ArgumentError(
-                f"--per-class must be at most the images of a class; got {config.per_class}, and "
-                f"{images.names[number]!r} has {len(of_class)}."
-            )
         order = torch.randperm(len(of_class), generator=generator)
         means += [of_class[rows].mean(dim=0) for rows in order.tensor_split(config.per_class)]
     return torch.stack(means), labels
@@ -171,7 +187,7 @@ def _distil(
     first, labels = _first_images(config, seed, images)
     distilled = DistilledData(first, labels, images.classes if config.soft_labels else None)
     tuned = _Tuned(distilled, config.learned_rate).to(val[0].device)
-    model = nn.Linear(val[0].shape[1], images.classes).to(val[0].device)
+    model = nn.Linear(val[0].shape[1], images.classes, device=val[0].device, dtype=val[0].dtype)
     problem = Problem(model, tuned, *_losses(config, distilled.inputs.detach().clone()))
     exact = softmax.ExactSoftmax(_penalty(config))
     method: Method = Implicit(ConjugateGradient(config.solver_steps), warm_start=True, estimate_error=False)
@@ -306,43 +322,3 @@ def _comparisons(config: Distill, images: data.Images) -> list[dict[str, Any]]:
         _row(f"all {len(y):,} images", softmax.accuracy(w, images.x_test, images.y_test), gradient_norm)
     )
     return rows
-
-
-def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
-    """The images in a grid with their classes, and those of the first ten classes as they came about."""
-    if not (folder / "snapshots.safetensors").is_file():
-        raise ArgumentError(f"{folder} must hold distilled images to draw; it has none. Has the run ended?")
-    names = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))["classes"]
-    images = load_file(folder / "distilled.safetensors")["images"]
-    per_class = len(images) // len(names)
-    across = 10
-    down = math.ceil(len(images) / across)
-    paths = [folder / "distilled.png", folder / "iterations.png"]
-    with plots.panels(paths[0], down, across, (10.0, 1.2 * down)) as axes:
-        for panel in axes.flat:
-            panel.axis("off")
-        for number, (panel, image) in enumerate(zip(axes.flat, images, strict=False)):
-            _show(panel, image)
-            panel.set_title(names[number // per_class].replace("_", " "), fontsize=8, pad=2)
-    snapshots = sorted(load_file(folder / "snapshots.safetensors").items(), key=lambda item: int(item[0]))
-    shown = min(across, len(names))
-    with plots.panels(paths[1], len(snapshots), shown, (10.0, 1.05 * len(snapshots))) as axes:
-        for panel, name in zip(axes[0], names, strict=False):
-            panel.set_title(name.replace("_", " "), fontsize=8, pad=2)
-        for line, (step, snapshot) in zip(axes, snapshots, strict=True):
-            for panel, image in zip(line, snapshot[::per_class], strict=True):
-                _show(panel, image)
-                panel.set_xticks([])
-                panel.set_yticks([])
-            line[0].set_ylabel(f"step {step}", fontsize=9)
-    return paths
-
-
-def _show(panel: Any, image: Tensor) -> None:
-    """One image [C, H, W], its values spread from black to white; a single channel with zero as grey."""
-    if image.shape[0] == 1:
-        most = float(image.abs().max())
-        panel.imshow(image[0].numpy(), cmap="gray", vmin=-most, vmax=most)
-    else:
-        low, high = image.min(), image.max()
-        panel.imshow(((image - low) / (high - low)).permute(1, 2, 0).numpy())

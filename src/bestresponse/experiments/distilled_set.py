@@ -1,6 +1,7 @@
-"""A distilled set as files that another program can train on, and the training from zero that judges it."""
+"""A distilled set as files that another program can train on, the training from zero that judges it, its pictures."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from . import runs, softmax
+from ..errors import ArgumentError
+from . import plots, runs, softmax
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,43 @@ def train_on(folder: Path) -> tuple[Tensor, float]:
     told = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))
     recipe = Recipe(told["penalty"], told["steps"], told["rate"])
     return recipe.train(stored["images"], stored["labels"], len(told["classes"]))
+
+
+def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
+    """The images in a grid with their classes, and those of the first ten classes as they came about."""
+    if not (folder / "snapshots.safetensors").is_file():
+        raise ArgumentError(f"{folder} must hold distilled images to draw; it has none. Has the run ended?")
+    names = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))["classes"]
+    images = load_file(folder / "distilled.safetensors")["images"]
+    per_class = len(images) // len(names)
+    across = 10
+    down = math.ceil(len(images) / across)
+    paths = [folder / "distilled.png", folder / "iterations.png"]
+    with plots.panels(paths[0], down, across, (10.0, 1.2 * down)) as axes:
+        for panel in axes.flat:
+            panel.axis("off")
+        for number, (panel, image) in enumerate(zip(axes.flat, images, strict=False)):
+            _show(panel, image)
+            panel.set_title(names[number // per_class].replace("_", " "), fontsize=8, pad=2)
+    snapshots = sorted(load_file(folder / "snapshots.safetensors").items(), key=lambda item: int(item[0]))
+    shown = min(across, len(names))
+    with plots.panels(paths[1], len(snapshots), shown, (10.0, 1.05 * len(snapshots))) as axes:
+        for panel, name in zip(axes[0], names, strict=False):
+            panel.set_title(name.replace("_", " "), fontsize=8, pad=2)
+        for line, (step, snapshot) in zip(axes, snapshots, strict=True):
+            for panel, image in zip(line, snapshot[::per_class], strict=True):
+                _show(panel, image)
+                panel.set_xticks([])
+                panel.set_yticks([])
+            line[0].set_ylabel(f"step {step}", fontsize=9)
+    return paths
+
+
+def _show(panel: Any, image: Tensor) -> None:
+    """One image [C, H, W], its values spread from black to white; a single channel with zero as grey."""
+    if image.shape[0] == 1:
+        most = float(image.abs().max())
+        panel.imshow(image[0].numpy(), cmap="gray", vmin=-most, vmax=most)
+    else:
+        low, high = image.min(), image.max()
+        panel.imshow(((image - low) / (high - low)).permute(1, 2, 0).numpy())

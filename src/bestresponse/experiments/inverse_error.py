@@ -68,12 +68,15 @@ PRESETS: dict[Preset, InverseError] = {
 
 def run(config: InverseError) -> Path:
     """Run the experiment and return its folder."""
-    config.begin(("steps", "weight_steps", "weight_rate", "hyper_rate", "shown"))
+    positive = ("steps", "weight_steps", "weight_rate", "hyper_rate", "shown")
+    device = config.begin(positive, log_decays=("initial_log_decay",))
+    if min(config.inversion_steps, default=0) < 1:
+        raise ArgumentError(f"--inversion-steps must be numbers ≥ 1; got {config.inversion_steps}.")
     if config.shown not in config.inversion_steps:
         raise ArgumentError(
             f"--shown must be one of --inversion-steps, {config.inversion_steps}; got {config.shown}."
         )
-    x, y = data.load_table(config.data, config.data_dir)
+    x, y = (part.to(device) for part in data.load_table(config.data, config.data_dir))
     folder = config.out or Path("runs") / f"inverse-error-{config.data}"
     record = runs.Run(folder, "inverse-error", config, figures=["inverse_error.png"])
     for seed in config.all_seeds():
@@ -91,7 +94,7 @@ def _follow(config: InverseError, seed: int, x: Tensor, y: Tensor, record: runs.
     torch.manual_seed(seed)
     order = torch.randperm(len(x))
     train, val = ((x[rows], y[rows]) for rows in order.chunk(2))
-    model = nn.Linear(x.shape[1], 1, dtype=x.dtype)
+    model = nn.Linear(x.shape[1], 1, device=x.device, dtype=x.dtype)
     decay = WeightDecay(model, initial=torch.tensor(config.initial_log_decay).exp().item())
     problem = Problem(model, decay, train_loss, val_loss)
     methods = {
@@ -102,7 +105,7 @@ def _follow(config: InverseError, seed: int, x: Tensor, y: Tensor, record: runs.
     exact_method = Implicit(Exact())
 
     def compare(tuner: Tuner) -> None:
-        exact = _flat(hypergradient(problem, train, val, exact_method))
+        exact, rows = _flat(hypergradient(problem, train, val, exact_method)), []
         for (name, steps), method in methods.items():
             result = hypergradient(problem, train, val, method)
             found = _flat(result)
@@ -116,7 +119,8 @@ def _follow(config: InverseError, seed: int, x: Tensor, y: Tensor, record: runs.
                 "distance": (found - exact).norm().item(),
                 "exact norm": exact.norm().item(),
             }
-            record.write(row)
+            rows.append(row)
+        record.write(*rows)
 
     tuner = Tuner(
         problem,
@@ -148,6 +152,9 @@ def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in table:
         if row["method"] == "Neumann":
             both = [(n, cg) for n, cg in pairs if n["inversion steps"] == row["inversion steps"]]
+            both = [pair for pair in both if None not in (*pair[0].values(), *pair[1].values())]
+            if not both:
+                continue  # all of them diverged
             row["Neumann ahead, cosine"] = sum(n["cosine"] > cg["cosine"] for n, cg in both) / len(both)
             row["CG ahead, distance"] = sum(cg["distance"] < n["distance"] for n, cg in both) / len(both)
     return table

@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import _tree
 from ..curvature import Hessian, Linearisation
+from ..errors import ArgumentError
 from ..hyperparameters import WeightDecay
 from ..problem import Problem
 from ..solvers import Neumann, Solver
@@ -51,8 +52,10 @@ PRESETS: dict[Preset, InverseHessian] = {
 
 def run(config: InverseHessian) -> Path:
     """Run the experiment and return its folder."""
-    config.begin(("hidden", "steps"))
-    x, y = data.load_table(config.data, config.data_dir)
+    device = config.begin(("hidden", "steps"), log_decays=("log_decay",))
+    if not config.terms or min(config.terms) < 0:
+        raise ArgumentError(f"--terms must be numbers ≥ 0; got {config.terms}.")
+    x, y = (part.to(device) for part in data.load_table(config.data, config.data_dir))
     folder = config.out or Path("runs") / f"inverse-hessian-{config.data}"
     record = runs.Run(folder, "inverse-hessian", config, figures=["inverse_hessian.png"])
     for seed in config.all_seeds():
@@ -63,7 +66,7 @@ def run(config: InverseHessian) -> Path:
             record.write({"seed": seed, **row, **(shown if seed == config.seed else {})})
     rows = runs.read_rows(folder)
     draw(folder, runs.read_config(folder), rows)
-    values = ["cosine", "relative distance", "smallest eigenvalue", "largest eigenvalue"]
+    values = ["gradient norm", "cosine", "relative distance", "smallest eigenvalue", "largest eigenvalue"]
     table = runs.mean_and_deviation(rows, ["inverse", "weights"], values)
     headline = {f"cosine, {row['inverse']}": row["cosine"] for row in table}
     record.finish(headline, table, config.seed)
@@ -73,6 +76,10 @@ def run(config: InverseHessian) -> Path:
 def _inverses(config: InverseHessian, seed: int, batch: Batch) -> Iterator[dict[str, Any]]:
     """The exact inverse and the approximate ones, with their matrices."""
     problem = _trained(config, seed, batch)
+    gradient = torch.autograd.grad(
+        train_loss(problem.model, problem.hyper, batch), list(problem.weights.values())
+    )
+    gradient_norm = float(torch.cat([g.flatten() for g in gradient]).norm())
     with problem.undisturbed() as passes:
         system = Hessian().linearise(passes, batch)
         like = _tree.zeros_like(problem.weights)
@@ -88,6 +95,7 @@ def _inverses(config: InverseHessian, seed: int, batch: Batch) -> Iterator[dict[
             yield {
                 "inverse": name,
                 "weights": len(hessian),
+                "gradient norm": gradient_norm,
                 "cosine": float((inverse * exact).sum() / inverse.norm() / exact.norm()),
                 "relative distance": float((inverse - exact).norm() / exact.norm()),
                 "smallest eigenvalue": float(eigenvalues[0]),
@@ -104,11 +112,16 @@ def _trained(config: InverseHessian, seed: int, batch: Batch) -> Problem:
     """A network at a minimum of its training loss."""
     torch.manual_seed(seed)
     features = batch[0].shape[1]
-    model = nn.Sequential(nn.Linear(features, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1)).double()
+    model = nn.Sequential(nn.Linear(features, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1))
+    model = model.to(batch[0].device, batch[0].dtype)
     decay = WeightDecay(model, per="global", initial=math.exp(config.log_decay))
     problem = Problem(model, decay, train_loss, val_loss)
     optimizer = torch.optim.LBFGS(
-        problem.weights.values(), max_iter=config.steps, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+        problem.weights.values(),
+        max_iter=config.steps,
+        tolerance_grad=1e-9,
+        tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> float:

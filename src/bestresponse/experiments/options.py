@@ -39,12 +39,20 @@ class Options:
         """Each seed, in turn."""
         yield from range(self.seed, self.seed + self.seeds)
 
-    def begin(self, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> torch.device:
+    def begin(
+        self,
+        positive: Sequence[str] = (),
+        not_negative: Sequence[str] = (),
+        log_decays: Sequence[str] = (),
+        several: bool = True,
+    ) -> torch.device:
         """Check the options before anything is written, set the threads, and return the device.
 
         Args:
             positive: the names of the options that must be above zero.
             not_negative: those that must not be below it.
+            log_decays: logarithms of decays, which must be within the bounds of `WeightDecay`.
+            several: whether the experiment takes several seeds.
 
         Raises:
             ArgumentError: an option is out of its range, or the device is not here.
@@ -53,6 +61,10 @@ class Options:
             self._require(name, "positive and finite", getattr(self, name) > 0)
         for name in ("threads", *not_negative):
             self._require(name, "≥ 0 and finite", getattr(self, name) >= 0)
+        for name in log_decays:
+            self._require(name, "between -14 and 3", -14 <= getattr(self, name) <= 3)
+        if not several:
+            self._require("seeds", "1, since it makes one run", self.seeds == 1)
         try:
             device = torch.empty(0, device=self.device).device
         except (RuntimeError, AssertionError) as error:

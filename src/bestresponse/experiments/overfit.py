@@ -154,7 +154,7 @@ def run(config: Overfit) -> Path:
 def _checked(config: Overfit) -> torch.device:
     """The device; raises for options that cannot be run, before anything is written."""
     positive = ("steps", "weight_steps", "train_size", "val_size", "weight_rate", "hyper_rate")
-    device = config.begin(positive, ("save_every",))
+    device = config.begin(positive, ("save_every",), ("initial_log_decay",))
     if config.seeds != 1:
         raise ArgumentError(
             f"overfit makes one run, so --seeds must be 1; got {config.seeds}. Use `reproduce overfit-all`."

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ArgumentError
-from . import overfit, plots, runs
+from . import data, overfit, plots, runs
 from .options import Options, Preset
 from .overfit import Overfit
 
@@ -60,7 +60,11 @@ PRESETS: dict[Preset, OverfitAll] = {
 
 def run(config: OverfitAll) -> Path:
     """Run the experiment and return its folder."""
-    config.begin(("steps", "weight_steps", "weight_rate", "hyper_rate"))
+    config.begin(("steps", "weight_steps", "weight_rate", "hyper_rate"), log_decays=("initial_log_decay",))
+    if not config.data or not config.model:
+        raise ArgumentError(
+            f"--data and --model must name one each at least; got {config.data}, {config.model}."
+        )
     folder = config.out or Path("runs/overfit-all")
     record = runs.Run(folder, "overfit-all", config, figures=["errors.png"])
     for name, cell in _cells(folder, config).items():
@@ -85,25 +89,27 @@ def _cells(folder: Path, config: OverfitAll) -> dict[str, Overfit]:
     """The configuration of each run, by the name of its folder."""
     names = {field.name for field in fields(Overfit)} & {field.name for field in fields(config)}
     shared = {name: getattr(config, name) for name in names - {"preset", "seeds"}}
+    shared["data_dir"] = data.folder_of(config.data_dir)
     cells = {}
-    for data, model, seed in product(config.data, config.model, config.all_seeds()):
-        name = f"{data}-{model}-{seed}"
-        cells[name] = Overfit(**{**shared, "data": data, "model": model, "seed": seed, "out": folder / name})
+    for images, model, seed in product(config.data, config.model, config.all_seeds()):
+        name = f"{images}-{model}-{seed}"
+        cells[name] = Overfit(
+            **{**shared, "data": images, "model": model, "seed": seed, "out": folder / name}
+        )
     return cells
 
 
 def _ended(cell: Overfit) -> dict[str, Any] | None:
     """The result of a run of the same configuration that has ended, if there is one."""
     assert cell.out is not None
-    result = runs.read_result(cell.out)
-    if result is None or result["interrupted"]:
+    try:
+        result, config = runs.read_result(cell.out), runs.read_config(cell.out)
+        ended = isinstance(result, dict) and result["interrupted"] is False and bool(result["rows"])
+    except (ArgumentError, ValueError, KeyError):  # a damaged folder is one that has not ended
         return None
-    config = runs.read_config(cell.out)
     expected = {"experiment": "overfit", **runs.as_json(cell)}
-    same = all(
-        config.get(key) == value for key, value in expected.items() if key not in ("threads", "data_dir")
-    )
-    return result if same else None
+    same = all(config.get(key) == value for key, value in expected.items() if key != "threads")
+    return result if ended and same else None
 
 
 def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:

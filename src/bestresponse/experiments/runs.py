@@ -28,7 +28,7 @@ class Run:
         folder: where to write; it is made.
         experiment: the experiment's name, which `bestresponse plot` reads.
         config: a dataclass, written to ``config.json``.
-        figures: the names of the figures that will be drawn.
+        figures: the names of what else the run leaves there, figures above all.
         resume: whether to keep what is there, and go on with it.
 
     Raises:
@@ -81,10 +81,10 @@ class Run:
         """The file of rows."""
         return self.folder / "metrics.jsonl"
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Add a row to ``metrics.jsonl``."""
+    def write(self, *rows: Mapping[str, Any]) -> None:
+        """Add rows to ``metrics.jsonl``, all of them at once."""
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(to_json(dict(row)) + "\n")
+            file.write("".join(to_json(dict(row)) + "\n" for row in rows))
 
     def finish(
         self, headline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seed: int, **more: Any

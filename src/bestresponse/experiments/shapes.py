@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import _tree
 from ..curvature import Hessian
+from ..errors import ArgumentError
 from ..implicit import Implicit, hypergradient
 from ..problem import Problem
 from ..solvers import Exact
@@ -20,6 +21,7 @@ from .options import Options, Preset
 Batch = tuple[Tensor, Tensor]
 
 _SCALED = 4
+_MATRICES = 6
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,7 @@ class _Scales(nn.Module):
 
 def run(config: Shapes) -> Path:
     """Run the experiment and return its folder."""
-    config.begin(("weight_steps",))
+    config.begin(("weight_steps",), several=False)
     folder = config.out or Path("runs/shapes")
     record = runs.Run(folder, "shapes", config, figures=["shapes.png"])
     matrices, found = _matrices(config)
@@ -134,6 +136,10 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
     """The equation as pictures of its matrices, a cell for each entry, on two lines."""
     path = folder / "shapes.png"
     entries = {row["matrix"]: np.array(row["entries"]) for row in rows}
+    if len(entries) < _MATRICES:
+        raise ArgumentError(
+            f"{folder} must hold {_MATRICES} matrices to draw; got {len(entries)}. Run it again."
+        )
     total, direct, gradient, inverse, mixed, product = entries
     lines = [[total, "=", direct, "−", gradient, inverse, mixed], ["", "=", direct, "−", product, mixed]]
     with plots.panels(path, 1, 1, (10.0, 5.2)) as axes:

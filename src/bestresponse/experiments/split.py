@@ -66,13 +66,19 @@ def run(config: Split) -> Path:
     Raises:
         ArgumentError: a share leaves no training or no validation examples, or an option is out of its range.
     """
-    device = config.begin(("examples", "steps", "weight_steps", "weight_rate", "hyper_rate"))
-    sizes = {share: round(share * config.examples) for share in config.shares}
-    if bad := [share for share, size in sizes.items() if not 0 < size < config.examples]:
+    positive = ("examples", "steps", "weight_steps", "weight_rate", "hyper_rate")
+    device = config.begin(positive, log_decays=("initial_log_decay",))
+    sizes = {share: round(share * config.examples) for share in config.shares if 0 < share < 1}
+    if (
+        len(sizes) < max(1, len(config.shares))
+        or not 0 < min(sizes.values()) <= max(sizes.values()) < config.examples
+    ):
         raise ArgumentError(
-            f"--shares must leave examples for training and for validation; got {bad} of {config.examples}."
+            "--shares must differ and leave examples for training and for validation; got "
+            f"{config.shares} of {config.examples}."
         )
     images = data.load(config.data, config.data_dir)
+    images.draw(config.examples, seed=config.seed)  # raises where there are not so many
     test = images.x_test.flatten(1).to(device), images.y_test.to(device)
     folder = config.out or Path("runs") / f"split-{config.data}"
     record = runs.Run(folder, "split", config, figures=["split.png"])
@@ -99,7 +105,7 @@ def run(config: Split) -> Path:
 def _tune(config: Split, per: Per, size: int, whole: Batch, test: Batch, classes: int) -> dict[str, Any]:
     """Tune with the first ``size`` examples as validation data."""
     val, train = ((whole[0][rows], whole[1][rows]) for rows in (slice(size), slice(size, None)))
-    model = nn.Linear(whole[0].shape[1], classes).to(whole[0].device)
+    model = nn.Linear(whole[0].shape[1], classes, device=whole[0].device, dtype=whole[0].dtype)
     _set_to_zero(model)
     decay = WeightDecay(model, per=per, initial=math.exp(config.initial_log_decay))
     problem = Problem(model, decay, _train_loss, _val_loss)
@@ -150,10 +156,15 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
                 points = runs.mean_and_deviation([r for r in rows if r["per"] == per], ["share"], [key])
                 at, mean = [100 * p["share"] for p in points], [100 * p[key] for p in points]
                 axes[0, 0].plot(at, mean, line, color=_COLOURS[per], label=f"{kind}, {words}", markersize=4)
-                if points and points[0].get(f"{key} ±") is not None:
+                points = [p for p in points if p.get(f"{key} ±") is not None]
+                if points:
                     seeds = len({row["seed"] for row in rows})
-                    half = [100 * 1.96 * p[f"{key} ±"] / math.sqrt(seeds) for p in points]
-                    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+                    half = [1.96 * p[f"{key} ±"] / math.sqrt(seeds) for p in points]
+                    low, high = (
+                        [100 * (p[key] + sign * h) for p, h in zip(points, half, strict=True)]
+                        for sign in (-1, 1)
+                    )
+                    at = [100 * p["share"] for p in points]
                     axes[0, 0].fill_between(at, low, high, color=_COLOURS[per], alpha=0.15, linewidth=0)
         title = f"{config['examples']} examples of {config['data']}"
         if len({row["seed"] for row in rows}) > 1:

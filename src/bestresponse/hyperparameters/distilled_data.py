@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..solvers.base import require_integer, require_number
 
 
 class DistilledData(nn.Module):
@@ -43,7 +44,14 @@ class DistilledData(nn.Module):
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
             got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
             raise ArgumentTypeError(f"DistilledData.inputs must be a tensor of floats; got {got}.")
-        if inputs.ndim < 1 or labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
+        if not isinstance(labels, Tensor):
+            raise ArgumentTypeError(f"DistilledData.labels must be a tensor; got {type(labels).__name__}.")
+        if (
+            inputs.ndim < 1
+            or not len(inputs)
+            or labels.shape != inputs.shape[:1]
+            or labels.dtype != torch.int64
+        ):
             raise ArgumentError(
                 "DistilledData.labels must be one int64 class for each example; got "
                 f"{labels.dtype} {list(labels.shape)} for inputs {list(inputs.shape)}."
@@ -53,6 +61,8 @@ class DistilledData(nn.Module):
         self.label_logits: nn.Parameter | None = None
         if classes is None:
             return
+        require_integer("DistilledData.classes", classes, 2)
+        require_number("DistilledData.confidence", confidence)
         if not 0 <= int(labels.min()) <= int(labels.max()) < classes or not 1 / classes < confidence < 1:
             raise ArgumentError(
                 "DistilledData needs labels from 0 to classes - 1, and 1/classes < confidence < 1; got labels "

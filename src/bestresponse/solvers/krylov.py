@@ -36,8 +36,7 @@ class ConjugateGradient(Solver):
 
     Args:
         max_steps: the largest number of steps, one product each; ≥ 1.
-        tolerance: the relative residual to stop at; ≥ 0. It also stops at a residual of ε, the precision of b,
-            below which there is rounding only.
+        tolerance: the relative residual to stop at; ≥ 0.
         damping: δ ≥ 0. None chooses it: 1e-4 of the curvature along the first right-hand side, raised
             tenfold (and above the negative curvature that was met) each time a solve meets negative
             curvature or diverges, after which the solve begins again; halved after each solve that does
@@ -75,7 +74,7 @@ class ConjugateGradient(Solver):
             )
 
     def opening(self) -> Solver:
-        if self.max_steps >= _FIRST_STEPS:
+        if self.max_steps >= _FIRST_STEPS or type(self) is not ConjugateGradient:
             return self
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return _Opening(**{**own, "max_steps": _FIRST_STEPS}, least=self.max_steps)
@@ -108,7 +107,7 @@ class ConjugateGradient(Solver):
 
     def iterate(self, system: System) -> Solution:
         damping = None if self._chooses_now(system) else self.shift(system.memory)
-        run = _Run(system.b)
+        run = _Run(system.b, system.target if self._preconditioned else None)
         precondition = self._preconditioner(system, damping)
         z = precondition(run.r)
         p, rz = _tree.copy(z), _tree.dot(run.r, z)
@@ -142,7 +141,7 @@ class ConjugateGradient(Solver):
         return self._finish(run, system, damping or 0.0)
 
     def _goes_on(self, run: "_Run", target: float) -> bool:
-        return run.residual > max(self.tolerance, run.floor) * target and run.step < self.max_steps
+        return run.residual > max(self.tolerance * target, run.floor) and run.step < self.max_steps
 
     def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
         """The same for the whole solve. A solve that has yet to choose its damping has none.
@@ -169,7 +168,7 @@ class ConjugateGradient(Solver):
 
     def _finish(self, run: "_Run", system: System, damping: float) -> Solution:
         target = system.target
-        converged = max(self.tolerance, run.floor) * target
+        converged = max(self.tolerance * target, run.floor)
         status = run.status
         if status is Status.STEP_LIMIT and run.residual <= converged:
             status = Status.CONVERGED
@@ -215,7 +214,7 @@ class _Opening(ConjugateGradient):
 class _Run:
     """The iterate, its residual (in the place of b), and the best of them; what was met on the way."""
 
-    def __init__(self, b: Tree) -> None:
+    def __init__(self, b: Tree, preconditioned_target: float | None) -> None:
         self.x, self.r = _tree.zeros_like(b), b
         self.step = 0
         self.residual = self.smallest = 1.0
@@ -228,8 +227,9 @@ class _Run:
         self._kept: Tree | None = None
         eps = max(torch.finfo(x.dtype).eps for x in b.values())
         self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in b.values())
-        # The true residual comes no lower than this part of b, and what follows is made of rounding.
-        self.floor = eps
+        # Steps along a residual of this size change nothing in the sum, and its square may underflow. A
+        # preconditioner mixes the entries of a residual below the precision of b, which makes it rounding.
+        self.floor = eps * eps if preconditioned_target is None else eps * preconditioned_target
         # Whether the coefficients have stopped to be those of the Lanczos process.
         self.at_rounding = False
         # The smallest and the largest pᵀ(A + δI)p by the norm that the preconditioner makes.
