@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from scipy.stats import t as student
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -159,7 +160,8 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
                 points = [p for p in points if p.get(f"{key} ±") is not None]
                 if points:
                     seeds = len({row["seed"] for row in rows})
-                    half = [1.96 * p[f"{key} ±"] / math.sqrt(seeds) for p in points]
+                    quantile = float(student.ppf(0.975, seeds - 1))
+                    half = [quantile * p[f"{key} ±"] / math.sqrt(seeds) for p in points]
                     low, high = (
                         [100 * (p[key] + sign * h) for p, h in zip(points, half, strict=True)]
                         for sign in (-1, 1)
