@@ -21,10 +21,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from classification import Batch, train_loss, val_loss
 from torch import Tensor, nn
 
 import bestresponse as br
+from bestresponse.experiments.classification import Batch, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
 PRODUCTS = (0, 1, 3, 10, 20)

@@ -22,12 +22,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from classification import Batch, output_loss, predict, train_loss, val_loss
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse import _tree
+from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
 

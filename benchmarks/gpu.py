@@ -14,8 +14,6 @@ does the same with small networks on the CPU, where what is special to a GPU pas
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,34 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from cost import measure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
 from bestresponse.experiments import models
+from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import Peak, table, versions, write_whole
-
-Batch = tuple[Tensor, ...]
-
-
-def predict(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = model(batch[0])
-    return logits
-
-
-def output_loss(logits: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(logits, batch[1].flatten())
-
-
-def val_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    return output_loss(predict(model, hyper, batch), batch)
-
-
-def train_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    penalty: Tensor = hyper(model)
-    return val_loss(model, hyper, batch) + penalty
-
 
 METHODS: dict[str, Callable[[br.Problem], br.Method]] = {
     "Neumann, 10 terms": lambda problem: br.Implicit(br.Neumann(terms=10, scale=0.01)),
@@ -182,12 +160,14 @@ def normalised() -> Case:
 
 def recurrent(words: int, units: int, steps: int, n: int) -> Case:
     text = torch.randint(words, (2, steps + 1, n))
-    return Case(Recurrent(words, units), *((piece[:-1], piece[1:]) for piece in text))
+    return Case(Recurrent(words, units), *((piece[:-1], piece[1:].flatten()) for piece in text))
 
 
 def transformer(words: int, units: int, layers: int, steps: int, n: int) -> Case:
     text = torch.randint(words, (2, n, steps + 1))
-    return Case(Transformer(words, units, layers, steps), *((piece[:, :-1], piece[:, 1:]) for piece in text))
+    return Case(
+        Transformer(words, units, layers, steps), *((piece[:, :-1], piece[:, 1:].flatten()) for piece in text)
+    )
 
 
 # As torch comes; without TensorFloat-32 in convolutions; and a compiled module, which has no second derivative, by
@@ -372,25 +352,15 @@ def resumed(device: torch.device, folder: Path) -> str:
     return f"{distance:.0e} away from the whole run"
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+def synchronised(device: torch.device, function: Callable[[], object]) -> Callable[[], None]:
+    """The function, until the device has done what it asked for."""
 
+    def run() -> None:
+        function()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
 
-def median_seconds(
-    device: torch.device, work: dict[str, Callable[[], object]], repeats: int
-) -> dict[str, float]:
-    """Median seconds of each piece of work, all of them in turn in every round; two rounds warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for round_ in range(repeats + 2):
-        for name, function in work.items():
-            synchronise(device)
-            start = time.perf_counter()
-            function()
-            synchronise(device)
-            if round_ > 1:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return run
 
 
 def cost(
@@ -413,12 +383,12 @@ def cost(
         return lambda: br.hypergradient(problem, train, val, method)
 
     work = {"gradient": gradient, **{str(k): of(k) for k in (1, 3, 10)}}
-    seconds = median_seconds(device, work, repeats)
+    work = {key: synchronised(device, function) for key, function in work.items()}
+    seconds = measure(work, repeats)
     peaks = {}
     for key, function in work.items():
         peak = Peak(device).begin()
         function()
-        synchronise(device)
         peaks[key] = peak.read()
     unit, bytes_ = seconds["gradient"], peaks["gradient"]
     row: dict[str, Any] = {"network": name, "mode": mode, "gradient [ms]": 1e3 * unit}

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from classification import Batch, output_loss, predict, train_loss, val_loss
 from cost import measure, peak_bytes
 from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse import _tree
+from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
 

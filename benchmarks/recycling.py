@@ -22,11 +22,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from classification import Batch, train_loss, val_loss
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import bestresponse as br
+from bestresponse.experiments.classification import Batch, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
 BEGIN = 40

@@ -22,11 +22,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from classification import Batch, output_loss, predict, train_loss, val_loss
 from torch import nn
 
 import bestresponse as br
 from bestresponse.experiments import data
+from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
 

@@ -59,12 +59,13 @@ class Unrolled(Method):
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
         differentiated = self.steps if self.last is None else self.last
+        rate = self._rate(problem.hyper)
         weights = _copies(problem.weights)
         for _ in range(self.steps - differentiated):
-            weights = _copies(self._step(passes, train_batch, weights, graph=False)[0])
-        reached: set[int] = set()
+            weights = _copies(_step(passes, train_batch, weights, rate, graph=False)[0])
+        reached = _graph.leaves(rate) if isinstance(rate, Tensor) else set()
         for _ in range(differentiated):
-            weights, leaves = self._step(passes, train_batch, weights, graph=True)
+            weights, leaves = _step(passes, train_batch, weights, rate, graph=True)
             reached |= leaves
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch, _copies(weights))
         refuse_unreached(problem, direct, reached)
@@ -72,22 +73,6 @@ class Unrolled(Method):
         through = _graph.vector_product(_graph.edges(weights), inputs, val_gradient, retain_graph=False)
         indirect = dict(zip(problem.hyperparameters, through, strict=True))
         return combine(problem, val_loss, direct, indirect)
-
-    def _step(self, passes: Passes, batch: Any, weights: Tree, graph: bool) -> tuple[Tree, set[int]]:
-        """The weights after one step, and the leaves that its loss reaches."""
-        before = list(weights.values())
-        loss, rate = passes.train_loss(batch, weights), self._rate(passes.problem.hyper)
-        if graph:
-            _graph.inspect_loss(loss, until=before)
-        gradient = torch.autograd.grad(loss, before, create_graph=graph, allow_unused=True)
-        if graph:
-            _graph.inspect_gradient([g for g in gradient if g is not None], until=before)
-        after = {
-            name: w if g is None else w - rate * g
-            for (name, w), g in zip(weights.items(), gradient, strict=True)
-        }
-        leaves = _graph.leaves(loss, until=before)
-        return after, leaves | _graph.leaves(rate) if isinstance(rate, Tensor) else leaves
 
     def _rate(self, hyper: nn.Module) -> float | Tensor:
         if not callable(self.step_size):
@@ -99,6 +84,23 @@ class Unrolled(Method):
                 "of that is positive."
             )
         return rate.reshape(())
+
+
+def _step(
+    passes: Passes, batch: Any, weights: Tree, rate: float | Tensor, graph: bool
+) -> tuple[Tree, set[int]]:
+    """The weights after one step, and the leaves that its loss reaches."""
+    before = list(weights.values())
+    loss = passes.train_loss(batch, weights)
+    if graph:
+        _graph.inspect_loss(loss, until=before)
+    gradient = torch.autograd.grad(loss, before, create_graph=graph, allow_unused=True)
+    if graph:
+        _graph.inspect_gradient([g for g in gradient if g is not None], until=before)
+    after = {
+        name: w if g is None else w - rate * g for (name, w), g in zip(weights.items(), gradient, strict=True)
+    }
+    return after, _graph.leaves(loss, until=before)
 
 
 def _copies(weights: dict[str, Any]) -> Tree:

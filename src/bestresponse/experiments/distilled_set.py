@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,8 +40,7 @@ class Recipe:
 
     def _gradient(self, x: Tensor, labels: Tensor, w: Tensor) -> Tensor:
         w = w.detach().requires_grad_()
-        loss = F.cross_entropy(x @ w.T, labels) + self.penalty / 2 * w.square().sum()
-        return torch.autograd.grad(loss, w)[0]
+        return torch.autograd.grad(softmax.loss(x, labels, w, self.penalty), w)[0]
 
 
 def save(folder: Path, images: Tensor, labels: Tensor, recipe: Recipe, **more: Any) -> None:

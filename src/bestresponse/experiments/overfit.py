@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from .. import callbacks
 from ..errors import ArgumentError
@@ -23,14 +22,13 @@ from ..solvers import ConjugateGradient, Identity, Neumann
 from ..tuner import Tuner
 from ..unrolled import Unrolled
 from . import data, models, plots, runs
+from .classification import Batch, output_loss, predict, train_loss, val_loss
 from .options import Options, Preset
-
-Batch = tuple[Tensor, Tensor]
 
 METHODS: dict[str, Callable[[int, float, nn.Module], Method]] = {
     "implicit": lambda terms, scale, decay: Implicit(),
     "gauss-newton": lambda terms, scale, decay: Implicit(
-        curvature=GaussNewton(_predict, _output_loss, rest=decay)
+        curvature=GaussNewton(predict, output_loss, rest=decay)
     ),
     "neumann": lambda terms, scale, decay: Implicit(Neumann(terms, scale)),
     "neumann-auto": lambda terms, scale, decay: Implicit(Neumann(terms)),
@@ -171,27 +169,9 @@ def _maker(config: Overfit, images: data.Images, device: torch.device) -> Callab
         torch.manual_seed(config.seed)
         model = models.make(config.model, shape, classes).to(device)
         decay = WeightDecay(model, initial=math.exp(config.initial_log_decay))
-        return Problem(model, decay, _train_loss, _val_loss)
+        return Problem(model, decay, train_loss, val_loss)
 
     return make
-
-
-def _train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    penalty: Tensor = decay(model)
-    return _val_loss(model, decay, batch) + penalty
-
-
-def _val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    return _output_loss(_predict(model, decay, batch), batch)
-
-
-def _predict(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    outputs: Tensor = model(batch[0])
-    return outputs
-
-
-def _output_loss(outputs: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(outputs, batch[1])
 
 
 def _plain_training(problem: Problem, batch: Batch, config: Overfit) -> tuple[float, int | None]:
@@ -204,7 +184,7 @@ def _plain_training(problem: Problem, batch: Batch, config: Overfit) -> tuple[fl
     while len(seconds) < 3 or (len(seconds) < 50 and time.perf_counter() - began < 2.0):
         start = time.perf_counter()
         optimizer.zero_grad()
-        torch.autograd.backward(_train_loss(problem.model, problem.hyper, batch), inputs=weights)
+        torch.autograd.backward(train_loss(problem.model, problem.hyper, batch), inputs=weights)
         optimizer.step()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:]), peak.read()

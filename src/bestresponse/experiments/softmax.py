@@ -50,12 +50,14 @@ class ExactSoftmax:
         return self._last
 
 
+def loss(x: Tensor, targets: Tensor, w: Tensor, penalty: float) -> Tensor:
+    """Cross-entropy of the logits x Wᵀ with classes [N] or probabilities [N, C], plus penalty/2 ‖W‖²."""
+    return F.cross_entropy(x @ w.T, targets) + penalty / 2 * w.square().sum()
+
+
 def _newton(z: Tensor, targets: Tensor, penalty: float, v: Tensor) -> tuple[Tensor, float]:
     """V [C, N] with logits z Vᵀ, by Newton steps whose systems conjugate gradient solves."""
     solver = ConjugateGradient(max_steps=500, tolerance=1e-3)
-
-    def loss(v: Tensor) -> Tensor:
-        return F.cross_entropy(z @ v.T, targets) + penalty / 2 * v.square().sum()
 
     for _ in range(_NEWTON_STEPS):
         p = (z @ v.T).softmax(dim=1)
@@ -68,8 +70,8 @@ def _newton(z: Tensor, targets: Tensor, penalty: float, v: Tensor) -> tuple[Tens
             return {"v": (p * (d - (p * d).sum(dim=1, keepdim=True))).T @ z / len(z) + penalty * u["v"]}
 
         step = solver.solve(product, {"v": gradient}).x["v"]
-        size, before, slope = 1.0, loss(v), (step * gradient).sum()
-        while loss(v - size * step) > before - 1e-4 * size * slope and size > 1e-6:
+        size, before, slope = 1.0, loss(z, targets, v, penalty), (step * gradient).sum()
+        while loss(z, targets, v - size * step, penalty) > before - 1e-4 * size * slope and size > 1e-6:
             size /= 2
         v = v - size * step
     return v, float(gradient.norm())
@@ -87,9 +89,9 @@ def fit(
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = F.cross_entropy(x @ w.T, targets) + penalty / 2 * w.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
+        value = loss(x, targets, w, penalty)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.item()
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     closure()

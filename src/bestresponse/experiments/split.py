@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from scipy.stats import t as student
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from ..errors import ArgumentError
@@ -17,9 +16,8 @@ from ..implicit import Implicit
 from ..problem import Problem
 from ..tuner import Tuner
 from . import data, plots, runs
+from .classification import Batch, train_loss, val_loss
 from .options import Options, Preset
-
-Batch = tuple[Tensor, Tensor]
 
 Per = Literal["global", "weight"]
 _KINDS: dict[Per, str] = {"global": "one decay", "weight": "a decay for each weight"}
@@ -109,7 +107,7 @@ def _tune(config: Split, per: Per, size: int, whole: Batch, test: Batch, classes
     model = nn.Linear(whole[0].shape[1], classes, device=whole[0].device, dtype=whole[0].dtype)
     _set_to_zero(model)
     decay = WeightDecay(model, per=per, initial=math.exp(config.initial_log_decay))
-    problem = Problem(model, decay, _train_loss, _val_loss)
+    problem = Problem(model, decay, train_loss, val_loss)
     optimizer = torch.optim.RMSprop(decay.parameters(), config.hyper_rate)
     tuner = Tuner(
         problem,
@@ -129,15 +127,6 @@ def _tune(config: Split, per: Per, size: int, whole: Batch, test: Batch, classes
 def _set_to_zero(model: nn.Module) -> None:
     for w in model.parameters():
         w.zero_()
-
-
-def _train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    penalty: Tensor = decay(model)
-    return _val_loss(model, decay, batch) + penalty
-
-
-def _val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 @torch.no_grad()
