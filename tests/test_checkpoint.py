@@ -85,6 +85,9 @@ METHODS = {
     "recycled": lambda: br.Implicit(br.ConjugateGradient(2, damping=None, recycle=5), warm_start=True),
     "neumann": lambda: br.Implicit(br.Neumann(4)),
     "unrolled": lambda: br.Unrolled(2, 0.1),
+    "unrolled Adam": lambda: br.Unrolled(2, 0.1, rule=br.rules.Adam()),
+    "SAMA": lambda: br.SAMA(curvature=br.Hessian()),
+    "penalty": lambda: br.Penalty(2, 0.05, lambda call: 5.0 + call, br.rules.Adam()),
 }
 
 

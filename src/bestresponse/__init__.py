@@ -1,21 +1,23 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
-from . import callbacks, hyperparameters, losses, solvers, testing
+from . import callbacks, hyperparameters, losses, rules, solvers, testing
 from .batches import Batches
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .errors import BestResponseWarning, Error
+from .first_order import SAMA, Penalty
 from .gauss_newton import GaussNewton
 from .implicit import Direct, Implicit, Method, backward, hypergradient
 from .problem import Problem
 from .result import Hypergradient
 from .solvers import ConjugateGradient, Exact, Identity, Neumann, Solver, Status
 from .tuner import Tuner
-from .unrolled import Unrolled
+from .unrolled import Forward, Unrolled
 
 __version__ = "0.1.0"
 
 
 __all__ = [
+    "SAMA",
     "Batches",
     "BestResponseWarning",
     "ConjugateGradient",
@@ -24,6 +26,7 @@ __all__ = [
     "Error",
     "Exact",
     "FiniteDifference",
+    "Forward",
     "GaussNewton",
     "Hessian",
     "Hypergradient",
@@ -32,6 +35,7 @@ __all__ = [
     "Linearisation",
     "Method",
     "Neumann",
+    "Penalty",
     "Problem",
     "Solver",
     "Status",
@@ -42,6 +46,7 @@ __all__ = [
     "hypergradient",
     "hyperparameters",
     "losses",
+    "rules",
     "solvers",
     "testing",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import _graph, _tree
 from ._tree import Tree
@@ -28,7 +29,12 @@ class Method(ABC):
 
 
 def hypergradient(
-    problem: Problem, train_batch: Any, val_batch: Any, method: Method, seed: int | None = None
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None = None,
+    weight_optimizer: Optimizer | None = None,
 ) -> Hypergradient:
     """The gradient of the validation loss with respect to every hyperparameter, through the weights.
 
@@ -44,29 +50,36 @@ def hypergradient(
         method: how to compute it: ``Implicit()``, ``Unrolled(steps, step_size)``, ``Direct()``.
         seed: None draws dropout masks and the like from the caller's random state, which is put back;
             an integer gives an independent draw.
+        weight_optimizer: what trains the weights, for methods that start from its state (`Unrolled` with
+            momentum or Adam, `SAMA`); it is read and not changed.
 
     Raises:
-        ArgumentTypeError: ``method`` is not a method.
+        ArgumentTypeError: ``method`` is not a method, or ``weight_optimizer`` not an optimiser.
         EvaluationError: a loss is not a finite scalar with a graph; or a hyperparameter reaches
             neither loss.
         SecondDerivativeError: the training loss has an operation without a second derivative.
 
     Reference: Lorraine, Vicol and Duvenaud (2019).
     """
-    result = differentiate(problem, train_batch, val_batch, method, seed)
+    result = differentiate(problem, train_batch, val_batch, method, seed, weight_optimizer)
     refuse_not_finite(result)
     warn_of_failure(problem, result)
     return result
 
 
 def backward(
-    problem: Problem, train_batch: Any, val_batch: Any, method: Method, seed: int | None = None
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None = None,
+    weight_optimizer: Optimizer | None = None,
 ) -> Hypergradient:
     """Add the hypergradient into the ``.grad`` of the hyperparameters, as Tensor.backward does.
 
     Then step any optimiser of theirs. Arguments, result and errors are those of `hypergradient`.
     """
-    result = hypergradient(problem, train_batch, val_batch, method, seed)
+    result = hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
     accumulate(problem, result)
     return result
 
@@ -108,7 +121,12 @@ def failure(report: Report) -> str:
 
 
 def differentiate(
-    problem: Problem, train_batch: Any, val_batch: Any, method: Method, seed: int | None
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None,
+    weight_optimizer: Optimizer | None,
 ) -> Hypergradient:
     """`hypergradient` without its warning, for callers with a policy of their own."""
     if not isinstance(problem, Problem):
@@ -116,8 +134,10 @@ def differentiate(
     check_method(method)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
+    if not isinstance(weight_optimizer, Optimizer | None):
+        raise ArgumentTypeError(f"weight_optimizer must be a torch optimiser; got {weight_optimizer!r}.")
     problem.check_intact()
-    with problem.undisturbed(seed) as passes:
+    with problem.undisturbed(seed, weight_optimizer) as passes:
         return method.differentiate(passes, train_batch, val_batch)
 
 
@@ -283,8 +303,10 @@ def refuse_unreached(
     if lost:
         raise EvaluationError(
             f"every hyperparameter must reach train_loss or val_loss; {lost[:5]} reach neither, so that their "
-            "hypergradient would be zero. Use them in a loss, through the argument hyper; for a learning rate use "
-            "Unrolled with a step_size that is a function of hyper; freeze the rest with requires_grad_(False)."
+            "hypergradient would be zero. Use them in a loss, through the argument hyper. A learning rate or another "
+            "setting of the optimiser does not move the weights' best response, and is tuned through the steps: "
+            "Unrolled or Forward, with functions of hyper in their step_size and rule. Freeze the rest with "
+            "requires_grad_(False)."
         )
 
 

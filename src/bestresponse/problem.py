@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from . import _tree
 from ._tree import Tree
@@ -113,7 +114,7 @@ class Problem:
         if gone and calls == 1:
             self.warn_once(
                 ("made anew", settings),
-                f"{method!r} keeps its last solution for the next call, which needs the same object; "
+                f"{method!r} keeps what it found for the next call, which needs the same object; "
                 "got a second one of the same settings, whose twin is gone. Make the method once, "
                 "before the loop.",
             )
@@ -153,9 +154,9 @@ class Problem:
                         total[name] += diagonal
         return total
 
-    def undisturbed(self, seed: int | None = None) -> "Passes":
+    def undisturbed(self, seed: int | None = None, weight_optimizer: Optimizer | None = None) -> "Passes":
         """A context in which the losses can be run without a trace."""
-        return Passes(self, seed)
+        return Passes(self, seed, weight_optimizer)
 
 
 @dataclass
@@ -163,8 +164,9 @@ class MethodState:
     """What a method remembers between two calls on one problem.
 
     Attributes:
-        solution: the last solution of the linear system, by weight; None before the first.
-        memory: what the solver keeps (a scale estimate, a chosen damping).
+        solution: the last solution of the linear system by weight, or `Penalty`'s second set of weights; None
+            before the first.
+        memory: what goes with it (a scale estimate, a chosen damping, moments).
     """
 
     solution: Tree | None = None

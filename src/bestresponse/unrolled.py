@@ -1,108 +1,246 @@
-"""Differentiation through optimisation: the hypergradient of a few steps of gradient descent."""
+"""Differentiation through optimisation: the hypergradient of a few steps of an update rule."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _graph, _tree
 from ._tree import Tree
-from .errors import EvaluationError
+from .errors import ArgumentError, ArgumentTypeError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
 from .passes import Passes
 from .result import Hypergradient
+from .rules import SGD, Rule, Setting
 from .solvers.base import require, require_integer, require_number
+from .trajectory import Piece, Point, Trajectory, between, detached, flat, leaves, weights_of
+
+# The changes of the tensors of a point; None where it does not change.
+Tangent = list[Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Unrolled(Method):
-    """Look K steps of gradient descent ahead, and differentiate the validation loss through them.
+class _ThroughSteps(Method):
+    """What reverse and forward mode have in common: the steps ahead."""
+
+    steps: int
+    step_size: Setting
+
+    def _check(self, rule: object) -> None:
+        name = type(self).__name__
+        require_integer(f"{name}.steps", self.steps, 1)
+        if not callable(self.step_size):
+            require_number(f"{name}.step_size", self.step_size)
+            require(0 < self.step_size < math.inf, f"{name}.step_size", "positive and finite", self.step_size)
+        if not isinstance(rule, Rule):
+            raise ArgumentTypeError(
+                f"{name}.rule must be an update rule, such as rules.Adam(); got {rule!r}. rules.like(optimizer) "
+                "makes that of a torch optimiser."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled(_ThroughSteps):
+    """Look K steps of an optimiser ahead, and differentiate the validation loss through them.
 
         w_{k+1} = w_k − α ∂L_T/∂w(w_k, λ),  w_0 the present weights;  the result is dL_V(w_K, λ)/dλ
 
     The steps are made on copies: nothing is written back. ``val_loss`` and ``direct`` of the result
-    are at w_K. Every step uses the same batch and the same random state. At a stationary point of the
-    training loss the result is that of ``Implicit(Neumann(terms=K - 1, scale=α))``.
+    are at w_K. Every step sees the same random state. At a stationary point of the training loss the result is
+    that of ``Implicit(Neumann(terms=K - 1, scale=α))``.
+
+    Settings of the optimiser are tuned by functions of the module ``hyper``, as in
+    ``Unrolled(20, lambda hyper: hyper.log_rate.exp(), rule=rules.SGD(momentum=lambda hyper: hyper.logit.sigmoid()))``.
+    Such a function returns a scalar tensor, one of shape [steps] with a value for each step, a dict by weight
+    with tensors that broadcast against the weights, or a sequence of ``steps`` scalars or dicts.
 
     Args:
-        steps: K ≥ 1. Memory grows with the steps that are differentiated.
-        step_size: α > 0; or a function of the module ``hyper`` that returns it as a scalar tensor, so that it
-            can be tuned too, as in ``lambda hyper: hyper.log_rate.exp()``.
+        steps: K ≥ 1.
+        step_size: α > 0, or a function of ``hyper``.
         last: differentiate the last ``last`` steps only (truncated unrolling); None means all.
+        rule: the optimiser's steps. Its moments begin as a copy of those of the weight optimiser (the tuner's,
+            or ``hypergradient(..., weight_optimizer=...)``) where that is of the rule's class, and else as zeros.
+        checkpoint_every: keep weights and moments every so many steps, and make the steps between them again
+            when they are differentiated: K / checkpoint_every copies and checkpoint_every graphs in memory in
+            place of K graphs, for one training gradient more a step. About √K needs least.
+        trajectory: "exact"; or "interpolated", which keeps the first and last point alone, and differentiates
+            the steps at points on the straight line between them (DrMAD). It is exact where the weights move
+            on a straight line with constant speed, or where the second derivatives are constant.
+        fresh_batches: whether each step takes the next of several `Batches` (and dropout masks of its own), or
+            all of them together.
 
     Raises:
         ArgumentError: an argument out of its range.
-        EvaluationError: a loss uses an original weight beside the argument ``model``.
+        EvaluationError: a loss uses an original weight beside the argument ``model``; or a function of ``hyper``
+            returns something else.
 
-    Reference: Domke (2012); Maclaurin, Duvenaud and Adams (2015); truncated, Shaban et al. (2018).
+    Reference: Domke (2012); Maclaurin, Duvenaud and Adams (2015); truncated, Shaban et al. (2018); DrMAD, Fu et
+    al. (2016); recomputation, Griewank and Walther (2000).
     """
 
-    steps: int
-    step_size: float | Callable[[Any], Tensor]
     last: int | None = None
+    rule: Rule = SGD()
+    checkpoint_every: int | None = None
+    trajectory: Literal["exact", "interpolated"] = "exact"
+    fresh_batches: bool = False
 
     def __post_init__(self) -> None:
-        require_integer("Unrolled.steps", self.steps, 1)
-        if not callable(self.step_size):
-            require_number("Unrolled.step_size", self.step_size)
-            require(
-                0 < self.step_size < math.inf, "Unrolled.step_size", "positive and finite", self.step_size
-            )
+        self._check(self.rule)
+        for name in ("last", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None:
+                require_integer(f"Unrolled.{name}", value, 1)
         if self.last is not None:
-            require_integer("Unrolled.last", self.last, 1)
             required = f"at most steps={self.steps}, or None"
             require(self.last <= self.steps, "Unrolled.last", required, self.last)
+        if self.trajectory not in ("exact", "interpolated"):
+            raise ArgumentError(
+                f'Unrolled.trajectory must be "exact" or "interpolated"; got {self.trajectory!r}.'
+            )
+        if self.trajectory == "interpolated" and self.checkpoint_every is not None:
+            raise ArgumentError(
+                'Unrolled keeps no checkpoints with trajectory="interpolated"; got checkpoint_every='
+                f"{self.checkpoint_every}. Leave one of them out."
+            )
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
-        differentiated = self.steps if self.last is None else self.last
-        rate = self._rate(problem.hyper)
-        weights = _copies(problem.weights)
-        for _ in range(self.steps - differentiated):
-            weights = _copies(_step(passes, train_batch, weights, rate, graph=False)[0])
-        reached = _graph.leaves(rate) if isinstance(rate, Tensor) else set()
-        for _ in range(differentiated):
-            weights, leaves = _step(passes, train_batch, weights, rate, graph=True)
-            reached |= leaves
-        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, _copies(weights))
-        refuse_unreached(problem, direct, reached)
-        inputs = list(problem.hyperparameters.values())
-        through = _graph.vector_product(_graph.edges(weights), inputs, val_gradient, retain_graph=False)
-        indirect = dict(zip(problem.hyperparameters, through, strict=True))
-        return combine(problem, val_loss, direct, indirect)
+        path = Trajectory(self.rule, self.step_size, self.steps, passes, train_batch, self.fresh_batches)
+        first = 0 if self.last is None else self.steps - self.last
+        start = path.run(path.start(), 0, first)
+        end, pieces = (self._exact if self.trajectory == "exact" else self._interpolated)(path, start, first)
+        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, weights_of(leaves(end)))
+        del start, end
+        indirect = _through(path, pieces, val_gradient, first)
+        refuse_unreached(problem, direct, path.reached)
+        return combine(problem, val_loss, direct, dict(zip(problem.hyperparameters, indirect, strict=True)))
 
-    def _rate(self, hyper: nn.Module) -> float | Tensor:
-        if not callable(self.step_size):
-            return self.step_size
-        rate = self.step_size(hyper)
-        if not isinstance(rate, Tensor) or rate.numel() != 1 or not 0 < float(rate.detach()) < math.inf:
-            raise EvaluationError(
-                f"Unrolled.step_size must return a positive scalar tensor; got {rate!r}. Tune its logarithm: exp() "
-                "of that is positive."
-            )
-        return rate.reshape(())
+    def _exact(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
+        """The last point, and the graphs of the steps from the last to the first, between the points that are kept."""
+        size = self.checkpoint_every or self.steps
+        begins = range(first, self.steps, size)
+        points = [start]
+        for begin in begins[:-1]:
+            points.append(path.run(points[-1], begin, begin + size))
+        last = path.graph(points.pop(), begins[-1], self.steps)
 
+        def pieces() -> Iterator[Piece]:
+            yield last
+            for begin in reversed(begins[:-1]):
+                yield path.graph(points.pop(), begin, begin + size)
 
-def _step(
-    passes: Passes, batch: Any, weights: Tree, rate: float | Tensor, graph: bool
-) -> tuple[Tree, set[int]]:
-    """The weights after one step, and the leaves that its loss reaches."""
-    before = list(weights.values())
-    loss = passes.train_loss(batch, weights)
-    if graph:
-        _graph.inspect_loss(loss, until=before)
-    gradient = torch.autograd.grad(loss, before, create_graph=graph, allow_unused=True)
-    if graph:
-        _graph.inspect_gradient([g for g in gradient if g is not None], until=before)
-    after = {
-        name: w if g is None else w - rate * g for (name, w), g in zip(weights.items(), gradient, strict=True)
-    }
-    return after, _graph.leaves(loss, until=before)
+        return last.end, pieces()
+
+    def _interpolated(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
+        """The same, with each step at a point between the first and the last."""
+        end = path.run(start, first, self.steps)
+        length = self.steps - first
+        points = ((k, between(start, end, (k - first) / length)) for k in reversed(range(first, self.steps)))
+        return end, (path.graph(point, k, k + 1) for k, point in points)
 
 
-def _copies(weights: dict[str, Any]) -> Tree:
-    """The same values as new leaves."""
-    return {name: w.requires_grad_() for name, w in _tree.copy(weights).items()}
+def _through(
+    path: Trajectory, pieces: Iterator[Piece], val_gradient: Tree, first: int
+) -> list[Tensor | None]:
+    """∂L_V(w_K)/∂λ through the steps, by hyperparameter: reverse mode."""
+    hyperparameters = path.hyperparameters
+    kept = len(path.rule.moments)
+    cotangents = [x for g in val_gradient.values() for x in (g, *[None] * kept)]
+    total: list[Tensor | None] = [None] * (len(path.settings.leaves) + len(hyperparameters))
+    for piece in pieces:
+        pulled = piece.pull(cotangents, begin=piece.number > first)
+        of_point = len(pulled) - len(total)
+        cotangents = pulled[:of_point]
+        total = [_graph.plus(sofar, x) for sofar, x in zip(total, pulled[of_point:], strict=True)]
+    of_settings, of_hyperparameters = total[: -len(hyperparameters)], total[-len(hyperparameters) :]
+    through_settings = path.settings.pull(of_settings, hyperparameters)
+    return [_graph.plus(a, b) for a, b in zip(of_hyperparameters, through_settings, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Forward(_ThroughSteps):
+    """The hypergradient of `Unrolled` in forward mode, which carries ∂w/∂λ along the steps.
+
+        Z_{k+1} = (∂w_{k+1}/∂w_k) Z_k + ∂w_{k+1}/∂λ,  Z_0 = 0;   dL_V/dλ = ∂L_V/∂λ + ∂L_V/∂w(w_K) Z_K
+
+    Memory does not grow with the steps, but with the hyperparameters; so does time. It is for few of them and
+    many steps. The result is that of ``Unrolled`` to rounding.
+
+    Args:
+        steps: K ≥ 1.
+        step_size: α > 0, or a function of ``hyper``, as for `Unrolled`.
+        rule: the optimiser's steps, as for `Unrolled`.
+        chunk: how many hyperparameters are carried at a time, each with a copy of weights and moments; None all.
+            The steps are made anew for each chunk.
+        fresh_batches: whether each step takes the next of several `Batches`, or all of them together.
+
+    Raises:
+        ArgumentError: an argument out of its range.
+        EvaluationError: as for `Unrolled`.
+
+    Reference: Franceschi, Donini, Frasconi and Pontil (2017).
+    """
+
+    rule: Rule = SGD()
+    chunk: int | None = None
+    fresh_batches: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(self.rule)
+        if self.chunk is not None:
+            require_integer("Forward.chunk", self.chunk, 1)
+
+    def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
+        problem = passes.problem
+        path = Trajectory(self.rule, self.step_size, self.steps, passes, train_batch, self.fresh_batches)
+        number = _tree.size(problem.hyperparameters)
+        size = min(self.chunk or number, number)
+        entries: list[Tensor] = []
+        val_loss, val_gradient, direct = 0.0, Tree(), dict[str, Tensor | None]()
+        for begin in range(0, number, size):
+            end, tangents = _carried(path, range(begin, min(begin + size, number)), self.steps)
+            if not entries:
+                at = weights_of(leaves(end))
+                val_loss, val_gradient, direct = validation_gradient(passes, val_batch, at)
+            entries += [_along(val_gradient, t) for t in tangents]
+        refuse_unreached(problem, direct, path.reached)
+        indirect = _tree.unflatten(torch.stack(entries), problem.hyperparameters)
+        return combine(problem, val_loss, direct, dict(indirect))
+
+
+def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[Tangent]]:
+    """The last point, and for each of these entries of λ the change of that point as the entry changes."""
+    units = [_unit(path.hyperparameters, entry) for entry in entries]
+    changes = [[*path.settings.push(path.hyperparameters, unit), *unit] for unit in units]
+    point = path.start()
+    tangents: list[Tangent] = [[None] * len(flat(point)) for _ in entries]
+    for number in range(steps):
+        piece = path.graph(point, number, number + 1)
+        push = piece.push()
+        tangents = [push([*t, *change]) for t, change in zip(tangents, changes, strict=True)]
+        point = detached(piece.end)
+    return point, tangents
+
+
+def _unit(tensors: Sequence[Tensor], entry: int) -> Tangent:
+    """A change of one entry of all tensors by one; None for the tensors that it is not in."""
+    unit: Tangent = [None] * len(tensors)
+    for index, x in enumerate(tensors):
+        if entry < x.numel():
+            change = torch.zeros_like(x)
+            change.view(-1)[entry] = 1.0
+            unit[index] = change
+            break
+        entry -= x.numel()
+    return unit
+
+
+def _along(val_gradient: Tree, tangent: Tangent) -> Tensor:
+    """∂L_V/∂w · ẇ, the weights being every so many of the tensors of a point."""
+    kept = len(tangent) // len(val_gradient)
+    moved = {n: x for n, x in zip(val_gradient, tangent[::kept], strict=True) if x is not None}
+    first = next(iter(val_gradient.values()))
+    return torch.tensor(_tree.dot(moved, val_gradient), dtype=torch.float64, device=first.device)
