@@ -78,9 +78,9 @@ def test_a_learning_rate_is_tuned_through_the_steps(last):
     assert torch.allclose(h.total["log_decay"], same.total["d"], rtol=1e-10)
 
 
-@pytest.mark.parametrize("rate", [lambda h: h.log_rate, lambda h: 0.1, lambda h: h.log_rate.exp().expand(2)])
+@pytest.mark.parametrize("rate", [lambda h: h.log_rate, lambda h: 0.1, lambda h: h.log_rate.exp().expand(3)])
 def test_a_learning_rate_must_be_a_positive_scalar_tensor(rate):
-    with pytest.raises(br.Error, match="Unrolled.step_size must return a positive scalar tensor"):
+    with pytest.raises(br.Error, match="step_size must return (a scalar tensor|positive)"):
         br.hypergradient(rated_problem(), None, None, br.Unrolled(2, rate))
 
 

@@ -6,6 +6,7 @@ as zeros or too small. So the graph is searched for the nodes that are known to 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def vector_product(
     """
     if not outputs:
         return [None] * len(inputs)
-    try:
+    with missing_derivatives_told():
         return torch.autograd.grad(
             list(outputs.values()),
             inputs,
@@ -133,6 +134,13 @@ def vector_product(
             retain_graph=retain_graph,
             allow_unused=True,
         )
+
+
+@contextmanager
+def missing_derivatives_told() -> Iterator[None]:
+    """Tell torch's own errors for derivatives that do not exist in our form."""
+    try:
+        yield
     except RuntimeError as error:
         if not _is_missing_derivative(error):
             raise

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from . import _graph, _random
 from ._tree import Tree
@@ -27,10 +28,16 @@ class Passes:
     the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
     state of its own. Torch's recurrent modules run without cuDNN, whose backward has no derivative and
     refuses eval mode.
+
+    Attributes:
+        problem: whose losses they are.
+        weight_optimizer: what trains the weights, for methods that look at its state; None if not known.
     """
 
-    def __init__(self, problem: "Problem", seed: int | None = None) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: "Problem", seed: int | None = None, weight_optimizer: Optimizer | None = None
+    ) -> None:
+        self.problem, self.weight_optimizer = problem, weight_optimizer
         self._seed = seed
         self._number = 0
         self._losses = _Losses(problem.model, problem.hyper)
