@@ -8,22 +8,19 @@ prints one table, and writes cost.json and cost.png into --out.
 """
 
 import argparse
-import os
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import matplotlib
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
 import bestresponse as br
+from bestresponse.experiments import measuring
 from bestresponse.experiments.classification import Batch, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
@@ -67,32 +64,6 @@ def training_gradient(problem: br.Problem, batch: Batch) -> None:
     torch.autograd.grad(loss, list(problem.weights.values()))
 
 
-def measure(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each piece of work, all of them in turn in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for round_ in range(repeats + 1):
-        for name, function in work.items():
-            start = time.perf_counter()
-            function()
-            if round_:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The most tensor memory alive at once above what was alive before, counted from every allocation."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        function()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
-
-
 def method(products: int) -> br.Implicit:
     """K products in one hypergradient; the scale is small enough for any network of these cases."""
     return br.Implicit(br.Identity() if products == 0 else br.Neumann(products, scale=1e-3))
@@ -103,9 +74,9 @@ def rows_of(name: str, repeats: int) -> list[dict[str, object]]:
     work: dict[str, Callable[[], object]] = {"gradient": lambda: training_gradient(problem, batch)}
     for products in PRODUCTS:
         work[str(products)] = partial(br.hypergradient, problem, batch, batch, method(products))
-    seconds = measure(work, repeats)
+    seconds = measuring.seconds(work, repeats)
     unit = seconds["gradient"]
-    unit_bytes = peak_bytes(work["gradient"])
+    unit_bytes = measuring.peak_bytes(work["gradient"])
     assert all(w.grad is None for w in problem.weights.values())
     slope = (seconds[str(PRODUCTS[-1])] - seconds[str(PRODUCTS[1])]) / (PRODUCTS[-1] - PRODUCTS[1]) / unit
     return [
@@ -113,7 +84,7 @@ def rows_of(name: str, repeats: int) -> list[dict[str, object]]:
             "case": name,
             "K": products,
             "time / gradient": seconds[str(products)] / unit,
-            "memory / gradient": peak_bytes(work[str(products)]) / unit_bytes,
+            "memory / gradient": measuring.peak_bytes(work[str(products)]) / unit_bytes,
             "time a product": slope,
             "gradient [ms]": 1e3 * unit,
             "gradient [MiB]": unit_bytes / 2**20,

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cost import measure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
-from bestresponse.experiments import models
+from bestresponse.experiments import measuring, models
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import Peak, table, versions, write_whole
 
@@ -384,7 +383,7 @@ def cost(
 
     work = {"gradient": gradient, **{str(k): of(k) for k in (1, 3, 10)}}
     work = {key: synchronised(device, function) for key, function in work.items()}
-    seconds = measure(work, repeats)
+    seconds = measuring.seconds(work, repeats)
     peaks = {}
     for key, function in work.items():
         peak = Peak(device).begin()

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cost import measure, peak_bytes
 from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse import _tree
+from bestresponse.experiments import measuring
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
@@ -68,11 +68,11 @@ def run(case: str, repeats: int) -> list[dict[str, Any]]:
         work: dict[str, Callable[[], object]] = {
             name: lambda system=system: [system(v) for _ in range(10)] for name, system in systems.items()
         }
-        seconds = measure({"gradient": lambda: [gradient() for _ in range(10)], **work}, repeats)
+        seconds = measuring.seconds({"gradient": lambda: [gradient() for _ in range(10)], **work}, repeats)
         systems.clear()
-        unit = peak_bytes(gradient)
+        unit = measuring.peak_bytes(gradient)
         for name, make in CURVATURES.items():
-            memory = peak_bytes(lambda make=make: make(decay).linearise(passes, batch)(v)) / unit
+            memory = measuring.peak_bytes(lambda make=make: make(decay).linearise(passes, batch)(v)) / unit
             rows.append(
                 {
                     "case": case,

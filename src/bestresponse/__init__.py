@@ -3,6 +3,7 @@
 from . import callbacks, hyperparameters, losses, rules, solvers, testing
 from .batches import Batches
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
+from .empirical_fisher import EmpiricalFisher
 from .errors import BestResponseWarning, Error
 from .first_order import SAMA, Penalty
 from .gauss_newton import GaussNewton
@@ -23,6 +24,7 @@ __all__ = [
     "ConjugateGradient",
     "Curvature",
     "Direct",
+    "EmpiricalFisher",
     "Error",
     "Exact",
     "FiniteDifference",

@@ -61,6 +61,8 @@ def hypergradient(
 
     Reference: Lorraine, Vicol and Duvenaud (2019).
     """
+    if not isinstance(weight_optimizer, Optimizer | None):
+        raise ArgumentTypeError(f"weight_optimizer must be a torch optimiser; got {weight_optimizer!r}.")
     result = differentiate(problem, train_batch, val_batch, method, seed, weight_optimizer)
     refuse_not_finite(result)
     warn_of_failure(problem, result)
@@ -126,18 +128,20 @@ def differentiate(
     val_batch: Any,
     method: Method,
     seed: int | None,
-    weight_optimizer: Optimizer | None,
+    weight_optimizer: object,
 ) -> Hypergradient:
-    """`hypergradient` without its warning, for callers with a policy of their own."""
+    """`hypergradient` without its warning, for callers with a policy of their own.
+
+    A ``weight_optimizer`` that is no torch optimiser has no state to look at.
+    """
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
     check_method(method)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
-    if not isinstance(weight_optimizer, Optimizer | None):
-        raise ArgumentTypeError(f"weight_optimizer must be a torch optimiser; got {weight_optimizer!r}.")
     problem.check_intact()
-    with problem.undisturbed(seed, weight_optimizer) as passes:
+    known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
+    with problem.undisturbed(seed, known) as passes:
         return method.differentiate(passes, train_batch, val_batch)
 
 

@@ -273,8 +273,7 @@ class Tuner:
             )
         number = self.hyper_step + 1
         seed = random.Random(f"{self.seed}/{number}").getrandbits(62)
-        known = self.weight_optimizer if isinstance(self.weight_optimizer, Optimizer) else None
-        result = differentiate(self.problem, train_batch, val_batch, self.method, seed, known)
+        result = differentiate(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
         stepped = self._judge(result, number)
         if stepped:
             self.hyper_optimizer.zero_grad(set_to_none=True)

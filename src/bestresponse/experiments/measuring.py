@@ -1,0 +1,35 @@
+"""Time and peak memory of pieces of work."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start
+import torch
+
+
+def seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each piece of work, all of them in turn in every round."""
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(repeats + 1):
+        for name, function in work.items():
+            start = time.perf_counter()
+            function()
+            if number:  # the first round warms up
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most tensor memory alive at once above what was alive before, counted from every allocation."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
