@@ -16,6 +16,13 @@ def run(name):
     module.main()
 
 
+def test_hypernetwork(capsys):
+    run("hypernetwork")
+    shown = capsys.readouterr().out
+    before, after = (float(x) for x in shown.splitlines()[0].removeprefix("validation loss ").split(" → "))
+    assert after < 0.8 * before
+
+
 def test_loss_weights(capsys):
     run("loss_weights")
     shown = capsys.readouterr().out

@@ -353,6 +353,30 @@ def test_weights_that_no_step_moves():
             assert torch.allclose(total, expected, rtol=1e-7)
 
 
+def test_modules_and_weights_that_are_registered_twice():
+    """Tied weights are one weight in all of their places, and every place is put back."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.again, self.other = self.first, nn.Linear(3, 3)
+            self.other.weight = self.first.weight
+
+        def forward(self, x):
+            return self.other(self.again(self.first(x).tanh()).tanh())
+
+    model = Tied()
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    fit = lambda model, decay, batch: model(batch).square().mean()  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
+    x = torch.randn(5, 3)
+    method = br.Unrolled(3, 0.2)
+    check_method(method, problem, x, x, differences(problem, x, x, method), 1e-6)
+    problem.check_intact()
+    assert model.other.weight is model.first.weight is problem.weights["first.weight"]
+
+
 def test_implicit_refuses_settings_of_the_optimiser():
     problem, train, val = tuned_problem("Adam")
     loss = lambda model, hyper, batch: model(batch[0]).square().mean()  # noqa: E731

@@ -1,6 +1,6 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
-from . import callbacks, hyperparameters, losses, rules, solvers, testing
+from . import callbacks, hypernetworks, hyperparameters, losses, rules, solvers, testing
 from .batches import Batches
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .empirical_fisher import EmpiricalFisher
@@ -46,6 +46,7 @@ __all__ = [
     "backward",
     "callbacks",
     "hypergradient",
+    "hypernetworks",
     "hyperparameters",
     "losses",
     "rules",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -113,13 +114,26 @@ class Passes:
         if weights is None:
             loss = function(self.problem.model, self.problem.hyper, batch)
         else:
-            named = {f"model.{key}": x for key, x in weights.items()}
-            loss = torch.func.functional_call(self._losses, named, (function, batch), tie_weights=True)
+            placed = {place: weights[name] for place, name in self._places.items()}
+            loss = torch.func.functional_call(self._losses, placed, (function, batch), tie_weights=False)
         loss = checked_loss(name, loss)
         refuse_not_finite(name, loss)
         if weights is not None:
             self._refuse_captured(name, loss, weights)
         return loss
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        """Where each weight is, each place once: functional_call does not put back what it replaced twice, as in a
+        module that is registered under two names.
+        """
+        names = {id(w): name for name, w in self.problem.weights.items()}
+        return {
+            f"{path}.{leaf}": names[id(p)]
+            for path, module in self._losses.named_modules()
+            for leaf, p in module._parameters.items()
+            if id(p) in names
+        }
 
     def replay(self) -> None:
         """Start a pass: buffers as they were, random state likewise, no weight cast before."""

@@ -1,0 +1,101 @@
+"""A copy of model and hyper, in which other tensors stand in for weights and hyperparameters."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _graph
+from .._tree import Tree
+from ..errors import ArgumentError, EvaluationError
+from ..problem import Problem
+
+
+class Template(nn.Module):
+    """A copy of a problem's two modules without weights and hyperparameters, which are given for each call.
+
+    Args:
+        problem: whose modules are copied, with their buffers, modes and frozen parameters.
+
+    Attributes:
+        model, hyper: the copies, in which empty parameters hold the places.
+
+    Raises:
+        ArgumentError: the modules can't be copied, or have an embedding with ``max_norm``.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        _refuse_max_norm(problem.model)
+        originals = {f"model.{n}": p for n, p in problem.weights.items()}
+        originals |= {f"hyper.{n}": p for n, p in problem.hyperparameters.items()}
+        # Empty stand-ins keep shared what is shared, and cost no memory.
+        self._replaced = {
+            name: (p, nn.Parameter(p.detach().new_empty(0), requires_grad=False))
+            for name, p in originals.items()
+        }
+        memo: dict[int, Any] = {id(p): stand_in for p, stand_in in self._replaced.values()}
+        try:
+            self.model, self.hyper = copy.deepcopy((problem.model, problem.hyper), memo)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(
+                f"a hypernetwork needs a model and a hyper that copy.deepcopy can copy; got: {error} Register "
+                "tensors as parameters or buffers, and leave out what can't be copied."
+            ) from error
+        names = {id(stand_in): name for name, (_, stand_in) in self._replaced.items()}
+        # Each place once, also in a module that is registered twice, which functional_call wouldn't put back.
+        self._places = {
+            f"{path}.{leaf}": names[id(p)]
+            for path, module in self.named_modules()
+            for leaf, p in module._parameters.items()
+            if id(p) in names
+        }
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.model, self.hyper, *arguments)
+
+    def run(self, function: Callable[..., Any], weights: Tree, values: Tree, *arguments: Any) -> Any:
+        """``function(model, hyper, *arguments)`` with these weights and hyperparameters."""
+        named = {f"model.{name}": x for name, x in weights.items()}
+        named |= {f"hyper.{name}": x for name, x in values.items()}
+        placed = {place: named[name] for place, name in self._places.items()}
+        return torch.func.functional_call(self, placed, (function, *arguments), tie_weights=False)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let the graph of a loss show where a stand-in was used."""
+        try:
+            for _, stand_in in self._replaced.values():
+                stand_in.requires_grad_(True)
+            yield
+        finally:
+            for _, stand_in in self._replaced.values():
+                stand_in.requires_grad_(False)
+
+    def refuse_captured(self, name: str, loss: Tensor, substitutes: Iterable[Tensor]) -> None:
+        """Raise where a loss that ran `watched` used an original, or a stand-in, beside the substitutes."""
+        reached = _graph.leaves(loss, until=substitutes)
+        captured = [key for key, tensors in self._replaced.items() if reached & set(map(id, tensors))]
+        if captured:
+            raise EvaluationError(
+                f"{name} must read weights and hyperparameters through its arguments, as registered parameters, "
+                f"since a hypernetwork puts other tensors in their place; it used the original {captured[:5]}. "
+                "Replace the captured module or parameter in the function by its argument, and a plain list of "
+                "parameters by an nn.ParameterList."
+            )
+
+
+def _refuse_max_norm(model: nn.Module) -> None:
+    bounded = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
+    if bounded:
+        raise ArgumentError(
+            "a hypernetwork needs embeddings without max_norm, which edits computed weights outside the graph; got "
+            f"{bounded[:5]} with it. Normalise the looked-up rows in the model's forward instead."
+        )
