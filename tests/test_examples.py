@@ -23,6 +23,15 @@ def test_hypernetwork(capsys):
     assert after < 0.8 * before
 
 
+def test_search(capsys):
+    run("search")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation loss ")]
+    assert len(lines) == 2
+    for line in lines:
+        before, after = line.removeprefix("validation loss ").split(" by ")[0].split(" → ")
+        assert float(after) < 0.5 * float(before)
+
+
 def test_loss_weights(capsys):
     run("loss_weights")
     shown = capsys.readouterr().out

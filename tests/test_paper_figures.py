@@ -14,7 +14,7 @@ pytest.importorskip("tyro")
 from safetensors.torch import load_file
 
 from bestresponse import cli
-from bestresponse.experiments import catalogue, distill, distilled_set, runs, softmax
+from bestresponse.experiments import accuracy, catalogue, distill, distilled_set, methods, runs, softmax
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,10 @@ SMALL = {
     ),
     "split": ("--steps", 3, "--examples", 40, "--shares", 0.2, 0.5),
     "overfit-all": ("--steps", 2, "--model", "linear"),
+    "methods": (
+        *("--steps", 6, "--last", 2, "--terms", 1, 3, "--training", 5, "--trials", 2),
+        *("--classes", 2, "--sizes", 2, "--repeats", 1),
+    ),
 }
 
 
@@ -52,7 +56,7 @@ def test_every_experiment_but_the_tested_elsewhere_is_here():
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(name, tmp_path, capsys):
     out = tmp_path / "run"
-    seeds = 1 if name in ("best-response", "shapes") else 2
+    seeds = 1 if name in ("best-response", "shapes", "methods") else 2
     assert reproduce(name, *SMALL[name], "--seeds", seeds, "--out", out) == 0
     shown = capsys.readouterr().out
     result, config = result_of(out), json.loads((out / "config.json").read_text(encoding="utf-8"))
@@ -96,6 +100,10 @@ def test_an_option_outranks_its_preset(tmp_path):
         ("split", ("--shares", 0.0, 0.5), "must differ and leave examples"),
         ("split", ("--steps", 0), "--steps must be positive and finite; got 0"),
         ("split", ("--seeds", 0), "--seeds must be positive"),
+        ("methods", ("--last", 60), "--last must be at most --steps; got 60"),
+        ("methods", ("--terms", 0, 1), "--terms must be numbers ≥ 1"),
+        ("methods", ("--sizes", 1), "--sizes must be from 2 to 10"),
+        ("methods", ("--classes", 11), "--classes must be from 2 to 10"),
         ("distill", ("--per-class", 500), "at most the images of a class"),
         ("distill", ("--validation", 5000), "the training set has 1198"),
         ("distill", ("--data", "cifar100", "--data-dir", "nowhere"), "CIFAR-100 needs the file"),
@@ -143,6 +151,57 @@ def test_a_longer_series_is_nearer_to_the_inverse(tmp_path):
     assert one["relative distance"] > five["relative distance"] > twenty["relative distance"]
 
 
+@pytest.mark.slow
+def test_methods_are_told_apart(tmp_path):
+    """What must hold between rows, and the orders of memory that the paper gives."""
+    out = tmp_path / "run"
+    options = ["--steps", 60, "--last", 5, "--sizes", 4, "--classes", 2]
+    assert reproduce("methods", *SMALL["methods"], *options, "--terms", 1, 20, "--out", out) == 0
+    result = result_of(out)
+    for problem in ("diabetes", "digits"):
+        of = {row["method"]: row for row in result["rows"] if row["problem"] == problem}
+        error = {name: row["relative error"] for name, row in of.items()}
+        assert error["exact (Bengio)"] == 0.0
+        assert error["conjugate gradient, 20"] < 1e-3
+        assert error["the same, sixth call"] < min(error["recommended here"], 0.05)
+        assert error["Neumann, 1"] > error["Neumann, 20"]
+        assert error["truncated unrolled"] > error["unrolled"]
+        assert error["unrolled"] == pytest.approx(error["forward"], rel=1e-9)
+        assert of["unrolled"]["memory"] > 2 * of["truncated unrolled"]["memory"] > 2 * of["DrMAD"]["memory"]
+        assert of["penalty"]["cosine"] > 0.99
+        assert of["random search"]["relative error"] is None
+    growth = {row["method"]: row for row in result["orders"]}
+    for name, steps, weights, hyperparameters in (
+        ("unrolled", 1, 1, 0),
+        ("unrolled, a checkpoint every √I steps", 0.4, 1, 0),
+        ("DrMAD", 0, 1, 0),
+        ("linear hypernetwork", 0, 1, 1),
+        ("Neumann, I terms", 0, 1, 0),
+        ("conjugate gradient, I steps", 0, 1, 0),
+    ):
+        found = [growth[name][q] for q in ("steps I", "weights P", "hyperparameters H")]
+        assert found == pytest.approx([steps, weights, hyperparameters], abs=0.15), name
+
+
+@pytest.mark.parametrize("data", ["diabetes", "digits"])
+def test_the_exact_row_of_methods_is_exact(data):
+    """It is the difference of validation losses of re-solved problems."""
+    config = methods.Methods(classes=2)
+    case = next(c for c in accuracy.cases(config, 0) if c.name == data)
+    case.put(case.optimum)
+    h = br.hypergradient(case.problem, case.train, case.val, br.Implicit(br.Exact()))
+    for name, parameter in case.problem.hyperparameters.items():
+        flat, step = parameter.detach().view(-1), 1e-2
+        for index in (0, flat.numel() - 1):
+            kept, total = float(flat[index]), 0.0
+            for shift, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
+                flat[index] = kept + shift * step
+                total += factor * case.solve() / (12 * step)
+            flat[index] = kept
+            scale = float(h.total[name].abs().max())
+            assert float(h.total[name].view(-1)[index]) == pytest.approx(total, rel=1e-5, abs=1e-6 * scale)
+
+
 @pytest.mark.parametrize("name", ["best-response", "shapes"])
 def test_the_figures_of_the_documentation_show_the_librarys_own_numbers(name, tmp_path):
     reproduce(name, *SMALL[name], "--out", tmp_path / "run")
@@ -159,7 +218,9 @@ def test_a_killed_run_is_drawn_as_far_as_it_came(name, kept, tmp_path):
     assert cli.main(["plot", str(out)]) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("overfit-all", "distill")])
+@pytest.mark.parametrize(
+    "name", [name for name in SMALL if name not in ("overfit-all", "distill", "methods")]
+)
 def test_a_run_without_rows_is_not_drawn(name, tmp_path, capsys):
     out = tmp_path / "run"
     assert reproduce(name, *SMALL[name], "--out", out) == 0

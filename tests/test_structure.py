@@ -12,10 +12,10 @@ SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
     ["errors", "_tree", "_graph", "_random"],
-    ["batches", "passes", "problem", "solvers", "hyperparameters", "losses"],
-    ["curvature", "gauss_newton", "result"],
-    ["implicit", "unrolled"],
-    ["callbacks", "_requirements", "_stream", "checkpoint", "tuner"],
+    ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
+    ["curvature", "gauss_newton", "empirical_fisher", "result"],
+    ["implicit", "trajectory", "unrolled", "first_order", "hypernetworks"],
+    ["callbacks", "_requirements", "_stream", "checkpoint", "tuner", "baselines"],
     ["testing"],
     ["experiments"],
     ["cli"],

@@ -1,6 +1,7 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
 from . import callbacks, hypernetworks, hyperparameters, losses, rules, solvers, testing
+from .baselines import SearchResult, search
 from .batches import Batches
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .empirical_fisher import EmpiricalFisher
@@ -39,6 +40,7 @@ __all__ = [
     "Neumann",
     "Penalty",
     "Problem",
+    "SearchResult",
     "Solver",
     "Status",
     "Tuner",
@@ -50,6 +52,7 @@ __all__ = [
     "hyperparameters",
     "losses",
     "rules",
+    "search",
     "solvers",
     "testing",
 ]

@@ -1,5 +1,6 @@
 """Time and peak memory of pieces of work."""
 
+import gc
 import os
 import statistics
 import time
@@ -23,10 +24,16 @@ def seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str,
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """The most tensor memory alive at once above what was alive before, counted from every allocation."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        function()
+    enabled = gc.isenabled()
+    gc.disable()  # what earlier work left in cycles would be freed in between
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            function()
+    finally:
+        if enabled:
+            gc.enable()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

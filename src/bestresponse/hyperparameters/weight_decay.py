@@ -89,6 +89,11 @@ class WeightDecay(nn.Module):
         for parameter in self.parameters():
             parameter.clamp_(math.log(self.minimum), math.log(self.maximum))
 
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Where to search each parameter: between the logarithms of ``minimum`` and ``maximum``."""
+        limits = math.log(self.minimum), math.log(self.maximum)
+        return {name: limits for name, _ in self.named_parameters()}
+
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
         """The decays exp(λ) in plain numbers, by weight; under "all" where there is one for all."""

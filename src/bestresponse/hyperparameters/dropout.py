@@ -1,0 +1,140 @@
+"""Dropout with rates that are tuned: masks that are differentiable in the rates."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, EvaluationError
+from ..solvers.base import require, require_number
+
+
+class ConcreteDropout(nn.Module):
+    """Dropout whose rates p are hyperparameters: x ⊙ mask / (1 − p), in training mode.
+
+        mask = 1 − sigmoid((logit p + logit u) / τ),   u ~ U(0, 1)
+
+    For a small temperature τ a mask's entry is nearly one with probability 1 − p, and nearly zero else; unlike
+    those of torch's dropout it is differentiable in p. In eval mode x is returned as it is. The
+    rates are stored as logits. As part of a model, keep the modules with rates in one submodule, and give that as
+    ``hyper``; the validation loss, in eval mode, then depends on the rates through the weights alone.
+
+    Args:
+        shape: of the rates: () one for all; (n,) one for each of n units in the last dimension; or any that
+            broadcasts against x.
+        initial: p to begin with.
+        shared: dimensions of x along which one mask is used, as the dimension of time is in a recurrent network.
+        temperature: τ > 0.
+        minimum, maximum: bounds of p, which `project_` restores after a step.
+
+    Raises:
+        ArgumentError: an argument is out of its range.
+
+    Reference: Gal, Hron and Kendall (2017); the paper's section 5.5; one mask over time, Gal and Ghahramani
+    (2016).
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] = (),
+        initial: float = 0.5,
+        shared: Sequence[int] = (),
+        temperature: float = 0.1,
+        minimum: float = 1e-3,
+        maximum: float = 0.95,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        for label, value in (
+            ("initial", initial),
+            ("temperature", temperature),
+            ("minimum", minimum),
+            ("maximum", maximum),
+        ):
+            require_number(f"{name}.{label}", value)
+        require(0 < temperature < math.inf, f"{name}.temperature", "positive and finite", temperature)
+        if not 0 < minimum <= initial <= maximum < 1:
+            raise ArgumentError(
+                f"{name} needs 0 < minimum ≤ initial ≤ maximum < 1; got minimum={minimum!r}, "
+                f"initial={initial!r}, maximum={maximum!r}."
+            )
+        self.shared, self.temperature = tuple(shared), temperature
+        self.minimum, self.maximum = minimum, maximum
+        self.logit = nn.Parameter(torch.full(tuple(shape), _logit(initial)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The tensor with its mask.
+
+        Raises:
+            EvaluationError: the rates do not broadcast against x, or a shared dimension is not one of its.
+        """
+        if not self.training:
+            return x
+        logit = self.logit.to(x.dtype)
+        u = torch.rand(self._mask_shape(x), dtype=x.dtype, device=x.device)
+        # Beyond this the logarithms of u and 1 − u are infinite in the dtype.
+        noise = torch.logit(u, eps=torch.finfo(x.dtype).eps)
+        kept = torch.sigmoid(-(logit + noise) / self.temperature)
+        return x * (kept * (1.0 + logit.exp()))  # 1 / (1 − p) = 1 + exp(logit p)
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Put the rates back into their bounds; call it after each step of theirs (`Tuner` does)."""
+        self.logit.clamp_(_logit(self.minimum), _logit(self.maximum))
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Where to search: between the logits of ``minimum`` and ``maximum``."""
+        return {"logit": (_logit(self.minimum), _logit(self.maximum))}
+
+    @torch.no_grad()
+    def rates(self) -> Tensor:
+        """P, of the given shape."""
+        return self.logit.sigmoid()
+
+    def extra_repr(self) -> str:
+        return f"{list(self.logit.shape)}, shared={self.shared}, temperature={self.temperature}"
+
+    def _mask_shape(self, x: Tensor) -> list[int]:
+        shape = list(x.shape)
+        padded = (1,) * (x.ndim - self.logit.ndim) + tuple(self.logit.shape)
+        fits = len(padded) == x.ndim and all(n in (1, m) for n, m in zip(padded, shape, strict=True))
+        dimensions = [d + x.ndim if d < 0 else d for d in self.shared]
+        if not fits or not all(0 <= d < x.ndim for d in dimensions):
+            raise EvaluationError(
+                f"{type(self).__name__} has rates of shape {list(self.logit.shape)} and shares masks along "
+                f"{list(self.shared)}; got a tensor of shape {shape}. Make it with shape=() or that of the last "
+                "dimensions."
+            )
+        for d in dimensions:
+            shape[d] = 1
+        return shape
+
+
+class DropConnect(ConcreteDropout):
+    """`ConcreteDropout` of a weight's entries, w ⊙ mask / (1 − p): one rate for all, or one for each.
+
+    Called with a weight it returns the masked one, and so it can be registered as a parametrization:
+    ``torch.nn.utils.parametrize.register_parametrization(layer, "weight", drop)``; or call it in the model's own
+    forward. One call has one mask, for the whole of a sequence if the weight is used over time.
+
+    Args:
+        shape: () one rate for all entries; that of the weight, one for each.
+        initial, temperature, minimum, maximum: as for `ConcreteDropout`.
+
+    Reference: Wan et al. (2013); on hidden-to-hidden weights, Merity, Keskar and Socher (2018).
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] = (),
+        initial: float = 0.5,
+        temperature: float = 0.1,
+        minimum: float = 1e-3,
+        maximum: float = 0.95,
+    ) -> None:
+        super().__init__(shape, initial, (), temperature, minimum, maximum)
+
+
+def _logit(p: float) -> float:
+    return math.log(p) - math.log1p(-p)
