@@ -1,6 +1,7 @@
 """Modules whose parameters are hyperparameters."""
 
 from .distilled_data import DistilledData
+from .dropout import ConcreteDropout, DropConnect
 from .weight_decay import WeightDecay
 
-__all__ = ["DistilledData", "WeightDecay"]
+__all__ = ["ConcreteDropout", "DistilledData", "DropConnect", "WeightDecay"]
