@@ -1,7 +1,9 @@
 """Modules whose parameters are hyperparameters."""
 
+from .augmentation import Augmenter
 from .distilled_data import DistilledData
 from .dropout import ConcreteDropout, DropConnect
+from .example_weights import ExampleWeights
 from .weight_decay import WeightDecay
 
-__all__ = ["ConcreteDropout", "DistilledData", "DropConnect", "WeightDecay"]
+__all__ = ["Augmenter", "ConcreteDropout", "DistilledData", "DropConnect", "ExampleWeights", "WeightDecay"]
