@@ -63,10 +63,17 @@ def test_exact_with_it_is_larsens_method(damping):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda m, h, b: example_loss(m, h, b).mean(), r"loss for each example, \[N\]; got shape \[\]"),
+        (
+            lambda m, h, b: example_loss(m, h, b).mean(),
+            r"loss for each example, \[N\], with a graph; got shape \[\]",
+        ),
         (lambda m, h, b: m(b[0]), r"got shape \[12, 2\]"),
         (lambda m, h, b: 2 * example_loss(m, h, b), "must equal train_loss"),
         (lambda m, h, b: 1.0, "got float"),
+        (
+            lambda m, h, b: example_loss(m, h, b).detach(),
+            "EmpiricalFisher.example_loss.*a tensor without a graph",
+        ),
     ],
 )
 def test_a_wrong_example_loss_is_told(loss, message):
@@ -75,3 +82,5 @@ def test_a_wrong_example_loss_is_told(loss, message):
         br.hypergradient(problem, train, val, br.Implicit(curvature=br.EmpiricalFisher(loss, problem.hyper)))
     with pytest.raises(br.Error, match="must be a function"):
         br.EmpiricalFisher(None)
+    with pytest.raises(br.Error, match=r"EmpiricalFisher\.rest must be a function"):
+        br.EmpiricalFisher(loss, rest=0.1)

@@ -14,7 +14,7 @@ LAYERS = [
     ["errors", "_tree", "_graph", "_random"],
     ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
     ["curvature", "gauss_newton", "empirical_fisher", "result"],
-    ["implicit", "trajectory", "unrolled", "first_order", "hypernetworks"],
+    ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
     ["callbacks", "_requirements", "_stream", "checkpoint", "tuner", "baselines"],
     ["testing"],
     ["experiments"],

@@ -7,7 +7,7 @@ import bestresponse as br
 import cases
 from bestresponse import rules
 from bestresponse.testing import check_method
-from bestresponse.trajectory import Trajectory, weights_of
+from bestresponse.trajectory import Trajectory
 
 RULES = {
     "SGD": (rules.SGD(), lambda p: torch.optim.SGD(p, 0.1)),
@@ -46,7 +46,7 @@ def test_rules_are_those_of_torch(name, begun):
     before = {k: {n: torch.as_tensor(x).clone() for n, x in s.items()} for k, s in optimizer.state.items()}
     with problem.undisturbed(weight_optimizer=optimizer) as passes:
         path = Trajectory(rule, 0.1, 50 - begun, passes, train, False)
-        ours = weights_of(path.run(path.start(), 0, 50 - begun))
+        ours = path.run(path.start(), 0, 50 - begun).weights
     for parameter, state in before.items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(optimizer.state[parameter][key]), value)
@@ -69,10 +69,16 @@ def test_like_refuses_what_a_rule_has_not():
         rules.like(torch.optim.Adam([p], amsgrad=True))
     with pytest.raises(br.Error, match=r"got \['decoupled_weight_decay'\]"):
         rules.like(torch.optim.Adam([p], decoupled_weight_decay=True))
-    with pytest.raises(br.Error, match=r"got \['momentum'\]"):
+    with pytest.raises(br.Error, match=r"different \['momentum'\]"):
         rules.like(torch.optim.SGD([{"params": [p]}, {"params": [q], "momentum": 0.5}], 0.1))
     with pytest.raises(br.Error, match="got RMSprop"):
         rules.like(torch.optim.RMSprop([p]))
+    problem, train, val = cases.network()
+    maximised = torch.optim.Adam(problem.weights.values(), maximize=True)
+    with pytest.raises(br.Error, match=r"got \['maximize'\]"):
+        br.hypergradient(
+            problem, train, val, br.Unrolled(2, 0.1, rule=rules.Adam()), weight_optimizer=maximised
+        )
 
 
 class Tuned(nn.Module):
@@ -324,6 +330,7 @@ def test_adam_is_finite_where_gradients_are_zero():
     check_method(method, problem, train, train, expected, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:train_loss does not reach the weights \\['idle'\\]")
 def test_weights_that_no_step_moves():
     """They have no gradient; those that the validation loss reads still count there."""
 
@@ -377,6 +384,222 @@ def test_modules_and_weights_that_are_registered_twice():
     assert model.other.weight is model.first.weight is problem.weights["first.weight"]
 
 
+def test_the_buffers_move_along_with_the_steps():
+    """The validation loss is that after the steps, with the running statistics that they left."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+    decay = br.hyperparameters.WeightDecay(model, initial=0.05)
+    fit = lambda model, decay, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
+    train, val = ((torch.randn(n, 3) + 1, torch.randint(2, (n,))) for n in (12, 10))
+    methods = (
+        br.Unrolled(6, 0.2),
+        br.Unrolled(6, 0.2, checkpoint_every=2),
+        br.Unrolled(6, 0.2, trajectory="interpolated"),
+        br.Forward(6, 0.2, chunk=20),
+    )
+    found = [br.hypergradient(problem, train, val, method) for method in methods]
+    trained(problem, train, torch.optim.SGD(problem.weights.values(), 0.2), 6)
+    with torch.no_grad():
+        model.eval()
+        expected = float(fit(model, decay, val))
+    assert [h.val_loss for h in found] == pytest.approx([expected] * 4, rel=1e-12)
+    for h in (found[1], found[3]):
+        assert torch.allclose(h.total["log_decay.0.weight"], found[0].total["log_decay.0.weight"], rtol=1e-9)
+
+
+def test_a_batch_that_does_not_reach_every_weight():
+    """Its step is not counted for the others, as in torch."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    def loss(model, hyper, batch):
+        return sum((hyper["s"] * getattr(model, name).square()).sum() for name in batch)
+
+    for rule, make in (RULES["Adam"], RULES["AdamW"], RULES["dampening"]):
+        problem = br.Problem(Two(), nn.ParameterDict({"s": torch.tensor(0.7)}), loss, loss)
+        batches = br.Batches(["a", "ab", "ab"])
+        methods = [
+            br.Unrolled(5, 0.1, rule=rule, fresh_batches=True, **more)
+            for more in ({}, {"checkpoint_every": 2})
+        ]
+        h = [br.hypergradient(problem, batches, "ab", method) for method in methods]
+        optimizer = make(problem.weights.values())
+        for k in range(5):
+            optimizer.zero_grad()
+            loss(problem.model, problem.hyper, batches.batches[k % 3]).backward(
+                inputs=[getattr(problem.model, name) for name in batches.batches[k % 3]]
+            )
+            optimizer.step()
+        after = float(loss(problem.model, problem.hyper, "ab").detach())
+        assert [x.val_loss for x in h] == pytest.approx([after] * 2, rel=1e-10)
+
+
+class Third(torch.autograd.Function):
+    """A square with a second derivative and no third."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Twice.apply(ctx.saved_tensors[0], grad)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, grad):
+        ctx.save_for_backward(x, grad)
+        return 2 * x * grad
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, again):
+        x, grad = ctx.saved_tensors
+        return 2 * grad * again, 2 * x * again
+
+
+def test_forward_refuses_what_has_no_third_derivative():
+    model = nn.Linear(3, 1)
+    x = torch.randn(6, 3)
+
+    def train_loss(model, hyper, batch):
+        return Third.apply(model(x)).mean() + hyper["a"].exp() * model.weight.square().sum()
+
+    def val_loss(model, hyper, batch):
+        return (model(x) - 1).square().mean()
+
+    problem = br.Problem(model, nn.ParameterDict({"a": torch.tensor(-1.0)}), train_loss, val_loss)
+    method = br.Unrolled(3, 0.1)
+    check_method(method, problem, None, None, differences(problem, None, None, method), 1e-6)
+    with pytest.raises(br.Error, match=r"third derivative.*Use Unrolled"):
+        br.hypergradient(problem, None, None, br.Forward(3, 0.1))
+
+
+def test_steps_that_diverge_are_told_and_can_be_skipped():
+    problem, train, val = cases.network()
+    method = br.Unrolled(400, 1e4)
+    with pytest.raises(br.errors.DivergedError, match=r"step \d+ of 400 led to.*smaller step_size"):
+        br.hypergradient(problem, train, val, method)
+    weights, hyper = (torch.optim.SGD(p.values(), 0.1) for p in (problem.weights, problem.hyperparameters))
+    rows = br.Tuner(problem, weights, hyper, method, policy="skip").fit([train], [val], 2)
+    assert [row["stepped"] for row in rows] == [False, False]
+    with pytest.raises(br.errors.DivergedError):
+        br.Tuner(problem, weights, hyper, method).fit([train], [val], 1)
+
+
+def test_look_ahead_refuses_embeddings_that_edit_themselves():
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 1))
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    fit = lambda model, decay, batch: model(batch).square().mean()  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
+    x = torch.randint(5, (4, 2))
+    methods = (br.Unrolled(2, 0.1), br.Forward(2, 0.1), br.Penalty(2, 0.1), br.SAMA(rules.SGD()))
+    for method in (*methods, br.Implicit(curvature=br.FiniteDifference())):
+        with pytest.raises(br.Error, match="embeddings without max_norm"):
+            br.hypergradient(problem, x, x, method)
+
+
+def test_forward_takes_hyperparameters_of_any_layout():
+    values = torch.randn(2, 3)
+    for hyper in (nn.Parameter(values.T), nn.Parameter(values[:0]), nn.Parameter(values.T.expand(3, 2))):
+        model = nn.Linear(3, 2)
+
+        def train_loss(model, hyper, batch):
+            x = hyper["x"].reshape(-1, 3) if hyper["x"].numel() else torch.ones(2, 3)
+            return model(x).square().mean() + 0 * hyper["x"].sum()
+
+        problem = br.Problem(
+            model, nn.ParameterDict({"x": hyper}), train_loss, lambda m, h, b: m.weight.sum().square()
+        )
+        totals = [
+            br.hypergradient(problem, None, None, make(3, 0.2)).total["x"]
+            for make in (br.Unrolled, br.Forward)
+        ]
+        assert torch.allclose(totals[0], totals[1], rtol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_settings_of_another_precision_than_the_weights(dtype):
+    model = nn.Linear(3, 2).to(dtype)
+    hyper = nn.ParameterDict({"log_rate": torch.tensor(-2.0, dtype=torch.float64)})
+    x = torch.randn(4, 3, dtype=dtype)
+    loss = lambda model, hyper, batch: model(x).square().mean()  # noqa: E731
+    problem = br.Problem(model, hyper, loss, loss)
+    rates = lambda hyper: {n: hyper["log_rate"].exp().expand(w.shape) for n, w in problem.weights.items()}  # noqa: E731
+    for method in (
+        br.Unrolled(3, rates, rule=rules.Adam()),
+        br.Unrolled(3, rates, trajectory="interpolated"),
+        br.Forward(3, rates),
+    ):
+        h = br.hypergradient(problem, None, None, method)
+        assert h.total["log_rate"].dtype == torch.float64
+        assert float(h.total["log_rate"]) != 0
+
+
+def test_spectral_norm_is_warned_of_and_left_as_it_was():
+    model = nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 1))
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    fit = lambda model, decay, batch: model(batch).square().mean()  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
+    x = torch.randn(4, 3)
+    model(x)
+    before = model[0].weight
+    with pytest.warns(br.BestResponseWarning, match="SAMA and Penalty take the whole"):
+        br.hypergradient(problem, x, x, br.Unrolled(2, 0.1))
+    assert model[0].weight is before
+
+
+def test_a_rule_must_return_weight_and_moments():
+    class Bare(rules.Rule):
+        moments = ()
+
+        def update(self, w, g, moments, step, s):
+            return w - s["step_size"] * g
+
+    problem, train, val = cases.network()
+    for method in (br.Unrolled(2, 0.1, rule=Bare()), br.Penalty(2, 0.1, rule=Bare()), br.SAMA(Bare())):
+        with pytest.raises(br.Error, match=r"Bare.update must return a tuple.*got Tensor"):
+            br.hypergradient(problem, train, val, method)
+
+
+def test_a_graph_that_is_kept_between_calls_is_told():
+    kept = []
+
+    def rate(hyper):
+        kept[:] = kept or [(hyper.log_decay.get_parameter("0.weight").square().sum() * 0 + 0.1)]
+        return kept[0]
+
+    problem, train, val = cases.network()
+    br.hypergradient(problem, train, val, br.Unrolled(2, rate))
+    kept[0].sum().backward()
+    with pytest.raises(br.Error, match="keeps a tensor with the graph of an earlier pass"):
+        br.hypergradient(problem, train, val, br.Unrolled(2, rate))
+
+
+def test_what_does_not_reach_the_weights_is_told():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(0.2))
+
+    x = torch.randn(4, 3)
+    fit = lambda model, hyper, batch: model(x).square().mean()  # noqa: E731
+    loss = lambda m, h, b: fit(m, h, b) + h.a * m.weight.square().sum() + h.b  # noqa: E731
+    for method in (br.Unrolled(2, 0.1), br.Forward(2, 0.1)):
+        problem = br.Problem(nn.Linear(3, 1), Idle(), loss, fit)
+        with pytest.warns(br.BestResponseWarning, match=r"\['b'\] reach train_loss, but not its gradient"):
+            br.hypergradient(problem, None, None, method)
+    for method in (br.Unrolled(2, 0.1), br.Forward(2, 0.1), br.Penalty(2, 0.1)):
+        problem = br.Problem(nn.Linear(3, 1), Idle(), lambda m, h, b: h.a.square() + h.b, fit)
+        with pytest.raises(br.Error, match="train_loss must depend on a weight"):
+            br.hypergradient(problem, None, None, method)
+
+
 def test_implicit_refuses_settings_of_the_optimiser():
     problem, train, val = tuned_problem("Adam")
     loss = lambda model, hyper, batch: model(batch[0]).square().mean()  # noqa: E731
@@ -396,6 +619,11 @@ def test_implicit_refuses_settings_of_the_optimiser():
         (lambda: br.Forward(0, 0.1), "Forward.steps"),
         (lambda: br.Forward(2, -0.1), "Forward.step_size"),
         (lambda: br.Forward(2, 0.1, chunk=0), "Forward.chunk"),
+        (lambda: br.Unrolled(3, torch.tensor(0.1)), "a function of hyper that returns a tensor"),
+        (lambda: br.Unrolled(3, 0.1, fresh_batches="yes"), "Unrolled.fresh_batches must be True or False"),
+        (lambda: rules.SGD(nesterov=True), "SGD.nesterov needs momentum and no dampening"),
+        (lambda: rules.SGD(0.9, 0.1, nesterov=True), "SGD.nesterov needs momentum and no dampening"),
+        (lambda: rules.SGD(0.9, nesterov="no"), "SGD.nesterov must be True or False"),
         (lambda: rules.SGD(1.0), "SGD.momentum"),
         (lambda: rules.SGD(torch.tensor(0.5)), "SGD.momentum must be a number"),
         (lambda: rules.Adam(beta2=1.2), "Adam.beta2"),

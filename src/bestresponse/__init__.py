@@ -6,11 +6,12 @@ from .batches import Batches
 from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
 from .empirical_fisher import EmpiricalFisher
 from .errors import BestResponseWarning, Error
-from .first_order import SAMA, Penalty
 from .gauss_newton import GaussNewton
 from .implicit import Direct, Implicit, Method, backward, hypergradient
+from .penalty import Penalty
 from .problem import Problem
 from .result import Hypergradient
+from .sama import SAMA
 from .solvers import ConjugateGradient, Exact, Identity, Neumann, Solver, Status
 from .tuner import Tuner
 from .unrolled import Forward, Unrolled

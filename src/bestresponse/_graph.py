@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .errors import SecondDerivativeError
+from .errors import EvaluationError, SecondDerivativeError
 
 # Every function wrapped by once_differentiable shares the code object of one inner function.
 _ONCE = once_differentiable(lambda ctx: None).__code__
@@ -145,6 +145,59 @@ def missing_derivatives_told() -> Iterator[None]:
         if not _is_missing_derivative(error):
             raise
         raise second_derivative_error("an operation of the training loss", str(error)) from error
+
+
+@contextmanager
+def freed_graphs_told() -> Iterator[None]:
+    """Say what it means when torch meets a graph of an earlier pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise EvaluationError(
+            "each pass must compute everything from weights and hyperparameters anew; a module or a function keeps a "
+            "tensor with the graph of an earlier pass. Compute it in each call, or keep it detached."
+        ) from error
+
+
+class Pushforward:
+    """ẋ ↦ (∂outputs/∂inputs) ẋ, by differentiating the map u ↦ uᵀ ∂outputs/∂inputs, which is linear in u.
+
+    So it asks for the same derivatives as reverse mode, and agrees with it to rounding.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._live = [x.requires_grad for x in outputs]
+        reached = [x for x in outputs if x.requires_grad]
+        self._dual = [torch.zeros_like(x, requires_grad=True) for x in reached]
+        self._pulled: Sequence[Tensor | None] = [None] * len(inputs)
+        if reached:
+            with missing_derivatives_told():
+                self._pulled = torch.autograd.grad(
+                    reached, inputs, self._dual, create_graph=True, allow_unused=True
+                )
+            try:  # one that does not exist would be pruned, as second ones are
+                inspect_gradient([p for p in self._pulled if p is not None], until=inputs)
+            except SecondDerivativeError as error:
+                raise SecondDerivativeError(
+                    "forward mode differentiates once more than Unrolled, and requires a third derivative of every "
+                    f"operation; one has none. Use Unrolled. ({error})"
+                ) from error
+
+    def __call__(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        pairs = [
+            (p, t)
+            for p, t in zip(self._pulled, tangents, strict=True)
+            if p is not None and p.requires_grad and t is not None
+        ]
+        if not pairs:
+            return [None] * len(self._live)
+        pulled, given = zip(*pairs, strict=True)
+        with missing_derivatives_told():
+            pushed = torch.autograd.grad(pulled, self._dual, given, retain_graph=True, allow_unused=True)
+        through = iter(pushed)
+        return [next(through) if live else None for live in self._live]
 
 
 def plus(total: Tensor | None, part: Tensor | None, weight: float = 1.0) -> Tensor | None:

@@ -1,4 +1,7 @@
-"""What `Tuner` requires of its optimisers."""
+"""What `Tuner` requires of its optimisers, and their settings."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -62,3 +65,16 @@ def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
 
 def _held(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+    """Put the settings of all groups back."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
+
+
+def first_settings(optimizer: object) -> list[dict[str, Any]]:
+    """The parameter groups as they were before a scheduler moved a rate (some do so when they are made)."""
+    if not isinstance(optimizer, Optimizer):
+        return []
+    return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]

@@ -5,7 +5,7 @@ term ∂g/∂λ. Both are used as maps of one vector v over the weights: v ↦ A
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from . import _graph, _tree
 from ._tree import Tree
 from .batches import Batches
 from .errors import ArgumentError, EvaluationError
-from .passes import Passes
+from .passes import Passes, refuse_max_norm
 from .problem import Problem
 from .solvers.base import require, require_number
 
@@ -144,6 +144,7 @@ class _DoubleBackward(Linearisation):
 class _Difference(Linearisation):
     def __init__(self, passes: Passes, batch: Any, step: float | None) -> None:
         self._passes, self._batch = passes, batch
+        refuse_max_norm(passes.problem.model, "FiniteDifference")
         loss = passes.train_loss(batch)
         self.reached = _graph.leaves(loss)
         self.names = reached_weights(passes.problem, self.reached)
@@ -207,14 +208,20 @@ def linearise(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation
         system: Linearisation = _Mean(curvature, passes, batch)
     else:
         system = curvature.linearise(passes, batch)
-    missing = passes.problem.weights.keys() - set(system.names)
-    if missing:
-        passes.problem.warn_once(
+    warn_of_unreached(passes.problem, system.names)
+    return system
+
+
+def warn_of_unreached(problem: Problem, names: Iterable[str]) -> None:
+    """Name the weights that the training loss does not depend on, once; raise where it depends on none."""
+    reached = set(names)
+    refuse_no_weights(problem, reached)
+    if missing := problem.weights.keys() - reached:
+        problem.warn_once(
             "unreached weights",
             f"train_loss does not reach the weights {sorted(missing)[:10]}: they have no best response, and are "
-            "left out of the linear system.",
+            "left out.",
         )
-    return system
 
 
 class _Mean(Linearisation):
@@ -282,6 +289,12 @@ class _Mean(Linearisation):
 def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
     """The weights that the training loss depends on."""
     names = [n for n, w in problem.weights.items() if id(w) in reached]
+    refuse_no_weights(problem, names)
+    return names
+
+
+def refuse_no_weights(problem: Problem, names: Collection[str]) -> None:
+    """Raise where the training loss depends on none."""
     if not names:
         frozen = [n for n, w in problem.weights.items() if not w.requires_grad]
         why = f"; {frozen[:5]} no longer require a gradient" if frozen else ""
@@ -289,7 +302,6 @@ def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
             f"train_loss must depend on a weight of the model; it reaches none of {list(problem.weights)[:5]}"
             f"{why}. Compute it from the model that is passed in, without detach() or no_grad()."
         )
-    return names
 
 
 def warn_of_power_iterations(problem: Problem) -> None:
@@ -300,7 +312,7 @@ def warn_of_power_iterations(problem: Problem) -> None:
             problem.warn_once(
                 "spectral norm",
                 f"spectral_norm at {name!r} takes its singular vectors as constants, so that second derivatives "
-                "in training mode are off by some percent. FiniteDifference() differentiates the whole of it.",
+                "in training mode are off by some percent. FiniteDifference(), SAMA and Penalty take the whole of it.",
             )
             return
 

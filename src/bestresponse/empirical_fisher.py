@@ -44,18 +44,33 @@ class EmpiricalFisher(Curvature):
                 "EmpiricalFisher.example_loss must be a function (model, hyper, batch) -> [N]; got "
                 f"{self.example_loss!r}."
             )
-        object.__setattr__(self, "_outer_product", GaussNewton(self._losses, _Mean(), self.rest))
+        if self.rest is not None and (not callable(self.rest) or isinstance(self.rest, type)):
+            raise ArgumentTypeError(
+                "EmpiricalFisher.rest must be a function (model, hyper, batch) -> scalar, or None; got "
+                f"{self.rest!r}."
+            )
+        outer_product = GaussNewton(_Checked(self.example_loss), _Mean(), self.rest)
+        object.__setattr__(self, "_outer_product", outer_product)
 
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         return self._outer_product.linearise(passes, batch)
 
-    def _losses(self, model: Any, hyper: Any, batch: Any) -> Tensor:
+
+@dataclass(frozen=True)
+class _Checked:
+    """The losses of the examples; raises for what is none."""
+
+    example_loss: Callable[[Any, Any, Any], Tensor]
+
+    def __call__(self, model: Any, hyper: Any, batch: Any) -> Tensor:
         losses = self.example_loss(model, hyper, batch)
-        if not isinstance(losses, Tensor) or losses.ndim != 1:
-            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        if not isinstance(losses, Tensor) or losses.ndim != 1 or not losses.requires_grad:
+            got = type(losses).__name__
+            if isinstance(losses, Tensor):
+                got = f"shape {list(losses.shape)}" if losses.requires_grad else "a tensor without a graph"
             raise EvaluationError(
-                f"EmpiricalFisher.example_loss must return a loss for each example, [N]; got {got}. "
-                'Compute it with reduction="none".'
+                f"EmpiricalFisher.example_loss must return a loss for each example, [N], with a graph; got {got}. "
+                'Compute it with reduction="none", without detach().'
             )
         return losses
 

@@ -20,6 +20,14 @@ class EvaluationError(Error, RuntimeError):
     """Something found while a loss or its graph ran: not a scalar, not finite, detached, out of reach."""
 
 
+class NotFiniteError(EvaluationError):
+    """A loss is NaN or infinite."""
+
+
+class DivergedError(EvaluationError):
+    """Steps that look ahead of the weights diverged; `Tuner` can skip the hyper-step."""
+
+
 class SecondDerivativeError(EvaluationError):
     """An operation in the training loss has no second derivative, or would lose it without a word."""
 

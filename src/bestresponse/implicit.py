@@ -13,7 +13,7 @@ from . import _graph, _tree
 from ._tree import Tree
 from .batches import weighted
 from .curvature import Curvature, Hessian, Linearisation, linearise
-from .errors import ArgumentTypeError, EvaluationError
+from .errors import ArgumentTypeError, DivergedError, EvaluationError
 from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient
@@ -86,6 +86,7 @@ def backward(
     return result
 
 
+@torch.inference_mode(False)
 def accumulate(problem: Problem, result: Hypergradient) -> None:
     """Add a hypergradient into ``.grad``."""
     for name, parameter in problem.hyperparameters.items():
@@ -141,8 +142,24 @@ def differentiate(
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
-    with problem.undisturbed(seed, known) as passes:
+    with _graph.freed_graphs_told(), problem.undisturbed(seed, known) as passes:
         return method.differentiate(passes, train_batch, val_batch)
+
+
+def attempt(
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None,
+    weight_optimizer: object,
+) -> Hypergradient:
+    """`differentiate`, with NaN in all parts where steps ahead of the weights diverged."""
+    try:
+        return differentiate(problem, train_batch, val_batch, method, seed, weight_optimizer)
+    except DivergedError:
+        nothing = {n: torch.full_like(p, torch.nan) for n, p in problem.hyperparameters.items()}
+        return Hypergradient(nothing, nothing, nothing, torch.nan)
 
 
 def check_method(method: object) -> None:
@@ -222,7 +239,8 @@ class Implicit(Method):
             hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
             detail="; ".join(filter(None, (solution.report.detail, system.detail))),
         )
-        problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
+        if not _tree.not_finite(result.total):
+            problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
         return replace(result, solve=report)
 
     def _missing(self, system: Linearisation, solution: Solution, b: Tree) -> float | None:
@@ -321,7 +339,8 @@ def combine(
     indirect: Mapping[str, Tensor | None],
 ) -> Hypergradient:
     """Direct and indirect part with zeros for what is absent, and their sum."""
-    idle = [n for n in indirect if indirect[n] is None and direct.get(n) is None]
+    sizes = {n: p.numel() for n, p in problem.hyperparameters.items()}
+    idle = [n for n in indirect if indirect[n] is None and direct.get(n) is None and sizes[n]]
     if idle:
         problem.warn_once(
             ("idle", *idle),

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from . import _graph, _random
 from ._tree import Tree
 from .batches import weighted
-from .errors import EvaluationError
+from .errors import ArgumentError, EvaluationError, NotFiniteError
 
 if TYPE_CHECKING:
     from .problem import Problem
 
 Loss = Callable[[Any, Any, Any], Tensor]
+Buffers = dict[nn.Module, dict[str, Tensor | None]]
 
 
 class Passes:
@@ -40,6 +41,7 @@ class Passes:
     ) -> None:
         self.problem, self.weight_optimizer = problem, weight_optimizer
         self._seed = seed
+        self._carried: Buffers = {}
         self._number = 0
         self._losses = _Losses(problem.model, problem.hyper)
 
@@ -47,6 +49,7 @@ class Passes:
         scripted = torch.jit.ScriptModule
         modules = (*self.problem.model.modules(), *self.problem.hyper.modules())
         self._training = {module: module.training for module in modules}
+        self._attributes = {m: _tensor_attributes(m) for m in self._training}
         self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
         # What can't be swapped, or is no buffer and yet changes in a forward pass, is copied.
         changing = [b for m in self._training if isinstance(m, scripted) for b in m.buffers(recurse=False)]
@@ -122,6 +125,14 @@ class Passes:
             self._refuse_captured(name, loss, weights)
         return loss
 
+    def carry(self, buffers: Buffers) -> None:
+        """Let all following passes start from these buffers; from those at the beginning with an empty dict."""
+        self._carried = buffers
+
+    def buffers(self) -> Buffers:
+        """The buffers as the last pass left them; they are no longer changed."""
+        return {m: {n: m._buffers.get(n) for n in buffers} for m, buffers in self._buffers.items() if buffers}
+
     @cached_property
     def _places(self) -> dict[str, str]:
         """Where each weight is, each place once: functional_call does not put back what it replaced twice, as in a
@@ -141,7 +152,9 @@ class Passes:
         self._collect()
         copies: dict[int, Tensor] = {}
         for module, buffers in self._buffers.items():
-            for name, buffer in buffers.items():
+            carried = self._carried.get(module, {})
+            for name, kept in buffers.items():
+                buffer = carried.get(name, kept)
                 if buffer is not None and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 module._buffers[name] = None if buffer is None else copies[id(buffer)]
@@ -155,6 +168,8 @@ class Passes:
         for module, buffers in self._buffers.items():
             module._buffers.update(buffers)
         self._copy_back()
+        for module, kept in self._attributes.items():
+            module.__dict__.update(kept)
         for module, training in self._training.items():
             module.training = training
         _random.restore(self._before)
@@ -197,6 +212,11 @@ class Passes:
             )
 
 
+def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that are neither parameters nor buffers, as hooks make them (torch.nn.utils.spectral_norm)."""
+    return {name: x for name, x in vars(module).items() if isinstance(x, Tensor)}
+
+
 @contextmanager
 def _without_cudnn(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Turn cuDNN off while one of these modules runs, and leave it to all others."""
@@ -217,6 +237,20 @@ def _without_cudnn(modules: Iterable[nn.Module]) -> Iterator[None]:
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
         yield
+
+
+def refuse_max_norm(model: nn.Module, who: str) -> None:
+    """Raise for embeddings that edit their weights in a forward pass."""
+    bounded = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
+    if bounded:
+        raise ArgumentError(
+            f"{who} puts other values in the place of the weights and needs embeddings without max_norm, which edits "
+            f"them outside the graph; got {bounded[:5]} with it. Normalise the looked-up rows in the model's forward."
+        )
 
 
 class _Losses(nn.Module):
@@ -248,7 +282,7 @@ def checked_loss(name: str, loss: object) -> Tensor:
 def refuse_not_finite(name: str, loss: Tensor) -> None:
     """Raise for a loss of NaN or infinity."""
     if not bool(torch.isfinite(loss)):
-        raise EvaluationError(
+        raise NotFiniteError(
             f"{name} must be finite; got {float(loss.detach())}. Lower the learning rates, clip the gradients, "
             "or look at the batch."
         )

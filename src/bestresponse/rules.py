@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, EvaluationError
 from .solvers.base import require, require_number
 
 Value = float | Tensor
@@ -30,7 +30,19 @@ class Rule(ABC):
     Each field that is a number may be a function of the module ``hyper`` instead, so that it can be tuned.
     """
 
-    optimizer: ClassVar[type[Optimizer]]
+    optimizer: ClassVar[type[Optimizer] | None] = None
+    # Of each setting that is a number or a function of hyper: from the first to below the second.
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, place = getattr(self, f.name), f"{type(self).__name__}.{f.name}"
+            if f.name in self.bounds and not callable(value):
+                require_number(place, value)
+                low, high = self.bounds[f.name]
+                require(low <= value < high, place, f"from {low:g} to below {high:g}, or a function", value)
+            elif f.name not in self.bounds and not isinstance(value, bool):
+                raise ArgumentTypeError(f"{place} must be True or False; got {value!r}.")
 
     @property
     @abstractmethod
@@ -51,17 +63,29 @@ class Rule(ABC):
             s: ``step_size`` and the rule's own settings by name.
         """
 
+    def step(
+        self, point: tuple[Tensor, ...], g: Tensor, step: int, s: Mapping[str, Value]
+    ) -> tuple[Tensor, ...]:
+        """`update` of a weight with its moments, in their dtypes; raises for a rule that returns something else."""
+        after = self.update(point[0], g, point[1:], step, s)
+        shapes = [x.shape for x in after] if isinstance(after, tuple) else None
+        if shapes != [x.shape for x in point]:
+            raise EvaluationError(
+                f"{type(self).__name__}.update must return a tuple of the weight and its moments, of the shapes "
+                f"{[list(x.shape) for x in point]}; got {type(after).__name__ if shapes is None else shapes}."
+            )
+        return tuple(x.to(before.dtype) for x, before in zip(after, point, strict=True))
+
     def settings(self) -> dict[str, Setting]:
         """The fields that may be tuned, by name."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {n: x for n, x in values.items() if not isinstance(x, bool)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in self.bounds}
 
-    def _check(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if not callable(value):
-            place = f"{type(self).__name__}.{name}"
-            require_number(place, value)
-            require(low <= value < high, place, f"from {low:g} to below {high:g}, or a function", value)
+    def state_of(self, optimizer: Optimizer | None) -> Mapping[Any, Mapping[str, Any]]:
+        """What a torch optimiser keeps for each weight, if it is of this rule's class; else nothing."""
+        if optimizer is None or type(optimizer) is not self.optimizer:
+            return {}
+        _refuse_variants(optimizer)
+        return optimizer.state
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +106,20 @@ class SGD(Rule):
     nesterov: bool = False
     weight_decay: Setting = 0.0
 
-    optimizer: ClassVar[type[Optimizer]] = torch.optim.SGD
+    optimizer: ClassVar[type[Optimizer] | None] = torch.optim.SGD
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "momentum": (0.0, 1.0),
+        "dampening": (0.0, math.inf),
+        "weight_decay": (0.0, math.inf),
+    }
 
     def __post_init__(self) -> None:
-        self._check("momentum", 0.0, 1.0)
-        self._check("dampening", 0.0, math.inf)
-        self._check("weight_decay", 0.0, math.inf)
+        super().__post_init__()
+        if self.nesterov and (not self.moments or callable(self.dampening) or self.dampening):
+            raise ArgumentError(
+                "SGD.nesterov needs momentum and no dampening; got "
+                f"momentum={self.momentum!r}, dampening={self.dampening!r}."
+            )
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -114,7 +146,7 @@ class Adam(Rule):
     Args:
         beta1: β₁, from 0 to below 1.
         beta2: β₂, likewise.
-        eps: ε > 0.
+        eps: ε ≥ 0.
         weight_decay: adds that times w to g.
 
     Reference: Kingma and Ba (2015).
@@ -125,13 +157,13 @@ class Adam(Rule):
     eps: Setting = 1e-8
     weight_decay: Setting = 0.0
 
-    optimizer: ClassVar[type[Optimizer]] = torch.optim.Adam
-
-    def __post_init__(self) -> None:
-        for name in ("beta1", "beta2"):
-            self._check(name, 0.0, 1.0)
-        for name in ("eps", "weight_decay"):
-            self._check(name, 0.0, math.inf)
+    optimizer: ClassVar[type[Optimizer] | None] = torch.optim.Adam
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "beta1": (0.0, 1.0),
+        "beta2": (0.0, 1.0),
+        "eps": (0.0, math.inf),
+        "weight_decay": (0.0, math.inf),
+    }
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -152,7 +184,7 @@ class AdamW(Adam):
 
     weight_decay: Setting = 1e-2
 
-    optimizer: ClassVar[type[Optimizer]] = torch.optim.AdamW
+    optimizer: ClassVar[type[Optimizer] | None] = torch.optim.AdamW
 
     def update(
         self, w: Tensor, g: Tensor, moments: tuple[Tensor, ...], step: int, s: Mapping[str, Value]
@@ -188,8 +220,8 @@ def like(optimizer: Optimizer) -> Rule:
         ArgumentTypeError: there is no rule for its class.
         ArgumentError: a setting that the rule does not have, or one that differs between parameter groups.
     """
-    rules: dict[type, type[Rule]] = {rule.optimizer: rule for rule in (SGD, Adam, AdamW)}
-    kind = rules.get(type(optimizer))
+    kinds: tuple[type[Rule], ...] = (SGD, Adam, AdamW)
+    kind = next((rule for rule in kinds if rule.optimizer is type(optimizer)), None)
     if kind is None:
         raise ArgumentTypeError(
             f"a rule must be like torch's SGD, Adam or AdamW; got {type(optimizer).__name__}. Write a subclass of "
@@ -199,13 +231,23 @@ def like(optimizer: Optimizer) -> Rule:
     for group in groups:
         if "betas" in group:
             group["beta1"], group["beta2"] = group["betas"]
-    refused = [n for n in ("amsgrad", "maximize") if any(g.get(n) for g in groups)]
-    refused += ["decoupled_weight_decay"] if kind is Adam and groups[0]["decoupled_weight_decay"] else []
+    _refuse_variants(optimizer)
     names = [f.name for f in fields(kind)]
-    refused += [n for n in names if any(g[n] != groups[0][n] for g in groups)]
-    if refused:
+    differing = [n for n in names if any(g[n] != groups[0][n] for g in groups)]
+    if differing:
         raise ArgumentError(
-            f"a rule has one value of each setting for all weights, and no amsgrad or maximize; got {refused} of "
-            f"{type(optimizer).__name__}. Write the rule out: rules.{kind.__name__}(...)."
+            f"a rule has one value of each setting for all weights; got groups with different {differing}. Write the "
+            f"rule out, with functions that return a dict by weight: rules.{kind.__name__}(...)."
         )
     return kind(**{n: groups[0][n] for n in names})
+
+
+def _refuse_variants(optimizer: Optimizer) -> None:
+    """Raise for options of torch's optimisers that the rules have not."""
+    variants = ["amsgrad", "maximize"]
+    variants += ["decoupled_weight_decay"] if type(optimizer) is torch.optim.Adam else []
+    if used := [n for n in variants if any(g.get(n) for g in optimizer.param_groups)]:
+        raise ArgumentError(
+            f"the rules have no amsgrad or maximize, and decoupled decay in AdamW alone; got {used} of "
+            f"{type(optimizer).__name__}. Train without it, or write a subclass of rules.Rule."
+        )

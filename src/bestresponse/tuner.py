@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _random, _tree, checkpoint
-from ._requirements import check_hyper_optimizer, check_weight_optimizer
+from ._requirements import check_hyper_optimizer, check_weight_optimizer, first_settings, set_groups
 from ._stream import Stream
 from .batches import weighted
 from .callbacks import Checkpoint
@@ -24,6 +24,7 @@ from .implicit import (
     Implicit,
     Method,
     accumulate,
+    attempt,
     check_method,
     differentiate,
     failure,
@@ -118,7 +119,7 @@ class Tuner:
         self.stopped: str | None = None
         self.streams: dict[str, Stream] = {}
         self.resumed: dict[str, Any] | None = None
-        self._settings = _settings(weight_optimizer)
+        self._settings = first_settings(weight_optimizer)
 
     def fit(
         self, train_batches: Iterable[Any], val_batches: Iterable[Any], hyper_steps: int
@@ -273,7 +274,8 @@ class Tuner:
             )
         number = self.hyper_step + 1
         seed = random.Random(f"{self.seed}/{number}").getrandbits(62)
-        result = differentiate(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
+        compute = attempt if self.policy == "skip" else differentiate
+        result = compute(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
         stepped = self._judge(result, number)
         if stepped:
             self.hyper_optimizer.zero_grad(set_to_none=True)
@@ -341,20 +343,8 @@ class Tuner:
         kept = optimizer.state, [dict(group) for group in optimizer.param_groups]
         try:
             optimizer.state = defaultdict(dict)
-            _set_groups(optimizer, self._settings)
+            set_groups(optimizer, self._settings)
             yield optimizer
         finally:
             optimizer.state = kept[0]
-            _set_groups(optimizer, kept[1])
-
-
-def _set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
-
-
-def _settings(optimizer: Optimizer | WeightStep) -> list[dict[str, Any]]:
-    """The parameter groups as they were before a scheduler moved a rate (some do so when they are made)."""
-    if not isinstance(optimizer, Optimizer):
-        return []
-    return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+            set_groups(optimizer, kept[1])

@@ -1,7 +1,7 @@
 """Differentiation through optimisation: the hypergradient of a few steps of an update rule."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from . import _graph, _tree
 from ._tree import Tree
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
 from .passes import Passes
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
 from .solvers.base import require, require_integer, require_number
-from .trajectory import Piece, Point, Trajectory, between, detached, flat, leaves, weights_of
+from .trajectory import Piece, Point, Trajectory
 
 # The changes of the tensors of a point; None where it does not change.
 Tangent = list[Tensor | None]
@@ -29,9 +29,16 @@ class _ThroughSteps(Method):
     steps: int
     step_size: Setting
 
-    def _check(self, rule: object) -> None:
+    def _check(self, rule: object, fresh_batches: object) -> None:
         name = type(self).__name__
         require_integer(f"{name}.steps", self.steps, 1)
+        if not isinstance(fresh_batches, bool):
+            raise ArgumentTypeError(f"{name}.fresh_batches must be True or False; got {fresh_batches!r}.")
+        if isinstance(self.step_size, Tensor):
+            raise ArgumentTypeError(
+                f"{name}.step_size must be a number, or a function of hyper that returns a tensor, as in lambda hyper: "
+                "hyper.log_rate.exp(); got a tensor."
+            )
         if not callable(self.step_size):
             require_number(f"{name}.step_size", self.step_size)
             require(0 < self.step_size < math.inf, f"{name}.step_size", "positive and finite", self.step_size)
@@ -49,7 +56,8 @@ class Unrolled(_ThroughSteps):
         w_{k+1} = w_k − α ∂L_T/∂w(w_k, λ),  w_0 the present weights;  the result is dL_V(w_K, λ)/dλ
 
     The steps are made on copies: nothing is written back. ``val_loss`` and ``direct`` of the result
-    are at w_K. Every step sees the same random state. At a stationary point of the training loss the result is
+    are at w_K, with the buffers (running statistics) that the steps left, which are taken as constants. Every
+    step sees the same random state. At a stationary point of the training loss the result is
     that of ``Implicit(Neumann(terms=K - 1, scale=α))``.
 
     Settings of the optimiser are tuned by functions of the module ``hyper``, as in
@@ -67,8 +75,8 @@ class Unrolled(_ThroughSteps):
             when they are differentiated: K / checkpoint_every copies and checkpoint_every graphs in memory in
             place of K graphs, for one training gradient more a step. About √K needs least.
         trajectory: "exact"; or "interpolated", which keeps the first and last point alone, and differentiates
-            the steps at points on the straight line between them (DrMAD). It is exact where the weights move
-            on a straight line with constant speed, or where the second derivatives are constant.
+            the steps at points on the straight line between them (DrMAD). It is exact where the weights (and
+            moments) move on a straight line with constant speed.
         fresh_batches: whether each step takes the next of several `Batches` (and dropout masks of its own), or
             all of them together.
 
@@ -88,7 +96,7 @@ class Unrolled(_ThroughSteps):
     fresh_batches: bool = False
 
     def __post_init__(self) -> None:
-        self._check(self.rule)
+        self._check(self.rule, self.fresh_batches)
         for name in ("last", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None:
@@ -112,9 +120,10 @@ class Unrolled(_ThroughSteps):
         first = 0 if self.last is None else self.steps - self.last
         start = path.run(path.start(), 0, first)
         end, pieces = (self._exact if self.trajectory == "exact" else self._interpolated)(path, start, first)
-        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, weights_of(leaves(end)))
+        val_loss, val_gradient, direct = _at_the_end(passes, val_batch, end)
         del start, end
         indirect = _through(path, pieces, val_gradient, first)
+        path.finish()
         refuse_unreached(problem, direct, path.reached)
         return combine(problem, val_loss, direct, dict(zip(problem.hyperparameters, indirect, strict=True)))
 
@@ -138,8 +147,19 @@ class Unrolled(_ThroughSteps):
         """The same, with each step at a point between the first and the last."""
         end = path.run(start, first, self.steps)
         length = self.steps - first
-        points = ((k, between(start, end, (k - first) / length)) for k in reversed(range(first, self.steps)))
+        points = ((k, start.towards(end, (k - first) / length)) for k in reversed(range(first, self.steps)))
         return end, (path.graph(point, k, k + 1) for k, point in points)
+
+
+def _at_the_end(passes: Passes, val_batch: Any, end: Point) -> tuple[float, Tree, dict[str, Tensor | None]]:
+    """The validation loss and its gradients at the last point, with the buffers that the steps left."""
+    passes.carry(end.buffers)
+    try:
+        return validation_gradient(passes, val_batch, end.leaves().weights)
+    except NotFiniteError as error:
+        raise DivergedError(
+            f"the steps ahead must stay finite; got, at their end: {error} Use a smaller step_size, or fewer steps."
+        ) from error
 
 
 def _through(
@@ -189,7 +209,7 @@ class Forward(_ThroughSteps):
     fresh_batches: bool = False
 
     def __post_init__(self) -> None:
-        self._check(self.rule)
+        self._check(self.rule, self.fresh_batches)
         if self.chunk is not None:
             require_integer("Forward.chunk", self.chunk, 1)
 
@@ -198,17 +218,16 @@ class Forward(_ThroughSteps):
         path = Trajectory(self.rule, self.step_size, self.steps, passes, train_batch, self.fresh_batches)
         number = _tree.size(problem.hyperparameters)
         size = min(self.chunk or number, number)
-        entries: list[Tensor] = []
+        entries: list[float | None] = []
         val_loss, val_gradient, direct = 0.0, Tree(), dict[str, Tensor | None]()
-        for begin in range(0, number, size):
+        for begin in range(0, max(number, 1), max(size, 1)):
             end, tangents = _carried(path, range(begin, min(begin + size, number)), self.steps)
-            if not entries:
-                at = weights_of(leaves(end))
-                val_loss, val_gradient, direct = validation_gradient(passes, val_batch, at)
+            if not val_gradient:
+                val_loss, val_gradient, direct = _at_the_end(passes, val_batch, end)
             entries += [_along(val_gradient, t) for t in tangents]
+        path.finish()
         refuse_unreached(problem, direct, path.reached)
-        indirect = _tree.unflatten(torch.stack(entries), problem.hyperparameters)
-        return combine(problem, val_loss, direct, dict(indirect))
+        return combine(problem, val_loss, direct, _by_name(entries, problem.hyperparameters))
 
 
 def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[Tangent]]:
@@ -216,12 +235,12 @@ def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[
     units = [_unit(path.hyperparameters, entry) for entry in entries]
     changes = [[*path.settings.push(path.hyperparameters, unit), *unit] for unit in units]
     point = path.start()
-    tangents: list[Tangent] = [[None] * len(flat(point)) for _ in entries]
+    tangents: list[Tangent] = [[None] * len(point.flat()) for _ in entries]
     for number in range(steps):
         piece = path.graph(point, number, number + 1)
         push = piece.push()
         tangents = [push([*t, *change]) for t, change in zip(tangents, changes, strict=True)]
-        point = detached(piece.end)
+        point = piece.end.detached()
     return point, tangents
 
 
@@ -230,17 +249,31 @@ def _unit(tensors: Sequence[Tensor], entry: int) -> Tangent:
     unit: Tangent = [None] * len(tensors)
     for index, x in enumerate(tensors):
         if entry < x.numel():
-            change = torch.zeros_like(x)
-            change.view(-1)[entry] = 1.0
-            unit[index] = change
+            change = torch.zeros_like(x).reshape(-1)
+            change[entry] = 1.0
+            unit[index] = change.view(x.shape)
             break
         entry -= x.numel()
     return unit
 
 
-def _along(val_gradient: Tree, tangent: Tangent) -> Tensor:
-    """∂L_V/∂w · ẇ, the weights being every so many of the tensors of a point."""
+def _along(val_gradient: Tree, tangent: Tangent) -> float | None:
+    """∂L_V/∂w · ẇ, the weights being every so many of the tensors of a point; None where no weight moves."""
     kept = len(tangent) // len(val_gradient)
     moved = {n: x for n, x in zip(val_gradient, tangent[::kept], strict=True) if x is not None}
-    first = next(iter(val_gradient.values()))
-    return torch.tensor(_tree.dot(moved, val_gradient), dtype=torch.float64, device=first.device)
+    return _tree.dot(moved, val_gradient) if moved else None
+
+
+def _by_name(
+    entries: Sequence[float | None], hyperparameters: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """Entries of all hyperparameters, in order, as tensors; None for those that move no weight."""
+    found: dict[str, Tensor | None] = {}
+    begin = 0
+    for name, p in hyperparameters.items():
+        own = entries[begin : begin + p.numel()]
+        begin += p.numel()
+        values = torch.tensor([x or 0.0 for x in own], dtype=torch.float64)
+        idle = bool(own) and all(x is None for x in own)
+        found[name] = None if idle else values.to(p.device, p.dtype).view(p.shape)
+    return found

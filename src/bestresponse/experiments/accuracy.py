@@ -15,12 +15,13 @@ from .._tree import Tree
 from ..baselines import search
 from ..curvature import Hessian
 from ..empirical_fisher import EmpiricalFisher
-from ..first_order import SAMA, Penalty
 from ..hypernetworks import LinearHypernetwork, SelfTuning
 from ..hypernetworks.base import Hypernetwork
 from ..hyperparameters import WeightDecay
 from ..implicit import Direct, Implicit, Method, hypergradient
+from ..penalty import Penalty
 from ..problem import Problem
+from ..sama import SAMA
 from ..solvers import ConjugateGradient, Exact, Identity, Neumann
 from ..solvers.direct import dense
 from ..unrolled import Forward, Unrolled
@@ -218,7 +219,9 @@ def rows(config: "Methods", case: Case, seed: int) -> Iterator[dict[str, Any]]:
         found = work()
         seconds = _seconds(work, config.repeats)
         used = measuring.peak_bytes(partial(work, one.brief or one.method))
-        yield row(one.paper, one.family, found, seconds, used, here=short(one.method), trained=0)
+        # The step size is another for each seed.
+        here = short(one.method).replace(f"={rate:.3g}", "=α")
+        yield row(one.paper, one.family, found, seconds, used, here=here, trained=0)
     for paper, make in HYPERNETWORKS.items():
         case.put(case.optimum)
         found, seconds, used = _learned(config, case, make)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import _graph
 from .._tree import Tree
 from ..errors import ArgumentError, EvaluationError
+from ..passes import refuse_max_norm
 from ..problem import Problem
 
 
@@ -29,7 +30,7 @@ class Template(nn.Module):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
-        _refuse_max_norm(problem.model)
+        refuse_max_norm(problem.model, "a hypernetwork")
         originals = {f"model.{n}": p for n, p in problem.weights.items()}
         originals |= {f"hyper.{n}": p for n, p in problem.hyperparameters.items()}
         # Empty stand-ins keep shared what is shared, and cost no memory.
@@ -53,6 +54,12 @@ class Template(nn.Module):
             for leaf, p in module._parameters.items()
             if id(p) in names
         }
+        lost = set(names.values()) - set(self._places.values())
+        if lost:
+            raise ArgumentError(
+                f"a hypernetwork needs modules whose copies share what they share; those of {sorted(lost)[:5]} do "
+                "not. Let __deepcopy__ of the modules use its memo."
+            )
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self.model, self.hyper, *arguments)
@@ -86,16 +93,3 @@ class Template(nn.Module):
                 "Replace the captured module or parameter in the function by its argument, and a plain list of "
                 "parameters by an nn.ParameterList."
             )
-
-
-def _refuse_max_norm(model: nn.Module) -> None:
-    bounded = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    ]
-    if bounded:
-        raise ArgumentError(
-            "a hypernetwork needs embeddings without max_norm, which edits computed weights outside the graph; got "
-            f"{bounded[:5]} with it. Normalise the looked-up rows in the model's forward instead."
-        )

@@ -137,9 +137,9 @@ def test_sama_needs_an_optimiser_that_has_begun():
     adam = torch.optim.Adam(problem.weights.values())
     for method, optimizer, message in (
         (br.SAMA(), None, "needs the optimiser that trains the weights"),
-        (br.SAMA(rules.Adam()), None, "needs the moments of a Adam.*got none"),
-        (br.SAMA(), adam, "has made a step; got Adam with 0 states"),
-        (br.SAMA(rules.AdamW()), adam, "moments of a AdamW"),
+        (br.SAMA(rules.Adam()), None, "needs the moments of Adam for each weight.*got none"),
+        (br.SAMA(), adam, "after a step or more; got Adam, without those of"),
+        (br.SAMA(rules.AdamW()), adam, "moments of AdamW.*got Adam"),
         (br.SAMA(), torch.optim.RMSprop(problem.weights.values()), "got RMSprop"),
     ):
         with pytest.raises(br.Error, match=message):
@@ -211,6 +211,57 @@ def test_the_multiplier_grows_with_the_calls():
     assert seen == [0, 1, 2]
     with pytest.raises(br.Error, match="Penalty.multiplier must be positive"):
         br.hypergradient(problem, train, val, br.Penalty(1, 0.1, lambda call: -1.0))
+
+
+def test_a_penalty_that_diverges_is_told_and_begins_again():
+    problem, train, val = cases.network()
+    with pytest.raises(br.errors.DivergedError, match="smaller step_size than 1000"):
+        br.hypergradient(problem, train, val, br.Penalty(5, 1e3))
+    weights, hyper = (torch.optim.SGD(p.values(), 0.01) for p in (problem.weights, problem.hyperparameters))
+    rows = br.Tuner(problem, weights, hyper, br.Penalty(6, 1e3), policy="skip").fit([train], [val], 2)
+    assert [row["stepped"] for row in rows] == [False, False]
+    # Second weights that are far off are left behind, and the answer is that of a first call.
+    method = br.Penalty(3, 0.1)
+    first = br.hypergradient(problem, train, val, method)
+    state = problem.state(method)
+    for y in state.solution.values():
+        y += 10.0
+    again = br.hypergradient(problem, train, val, method)
+    assert torch.equal(vector(again.total), vector(first.total))
+
+
+def test_a_failed_penalty_leaves_its_state():
+    problem, train, val = cases.network()
+    method = br.Penalty(2, 0.1)
+    br.hypergradient(problem, train, val, method)
+    kept = problem.state(method)
+    spoilt = br.Problem(problem.model, problem.hyper, problem.train_loss, problem.val_loss)
+    spoilt.remember(method, kept)
+
+    def spoilt_loss(model, hyper, batch):
+        kink = sum((p - p.detach()).abs().sqrt().sum() for p in hyper.parameters())
+        return problem.train_loss(model, hyper, batch) + kink
+
+    spoilt.train_loss = spoilt_loss
+    with pytest.raises(br.Error, match="hypergradient must be finite"):
+        br.hypergradient(spoilt, train, val, method)
+    assert spoilt.state(method) is kept
+
+
+def test_sama_where_a_weight_had_no_gradient_yet():
+    """Rows of an embedding that occur in the validation batch alone: at zero moments Adam's derivative is 1/ε."""
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(nn.Embedding(8, 3), nn.Flatten(), nn.Linear(6, 1))
+    decay = br.hyperparameters.WeightDecay(model, per="tensor", initial=0.05, exclude="0.weight")
+    fit = lambda model, decay, batch: (model(batch)[:, 0] - 1).square().mean()  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
+    train, val = torch.randint(6, (10, 2)), torch.randint(8, (10, 2))
+    optimizer = begun(problem, train, lambda p: torch.optim.Adam(p, 0.01))
+    one, other = (
+        br.hypergradient(problem, train, val, method, weight_optimizer=optimizer).total
+        for method in (br.SAMA(), br.SAMA(curvature=br.Hessian()))
+    )
+    assert torch.allclose(vector(one), vector(other), rtol=1e-2, atol=1e-4)
 
 
 class Once(torch.autograd.Function):
