@@ -1,6 +1,7 @@
 """The data sets of the paper, read from a folder of files, or from scikit-learn where it bundles them."""
 
 import gzip
+import lzma
 import os
 import struct
 import zipfile
@@ -20,6 +21,8 @@ from ..errors import ArgumentError, Error
 Array = npt.NDArray[Any]
 
 VARIABLE = "BESTRESPONSE_DATA"
+# What a damaged file makes its reader raise.
+_DAMAGED = (ValueError, KeyError, EOFError, OSError, struct.error, zipfile.BadZipFile, lzma.LZMAError)
 
 
 class MissingDataError(Error, FileNotFoundError):
@@ -80,7 +83,7 @@ def load(name: str, folder: str | Path | None = None) -> Images:
     """
     if name == "digits":
         return _digits()
-    with _told(name, folder_of(folder)):
+    with told(name, folder_of(folder)):
         return _READERS[name](folder_of(folder))
 
 
@@ -104,15 +107,15 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
         features, targets = load_diabetes(return_X_y=True)
     else:
         where = folder_of(folder)
-        path = _find(where, "boston_housing.csv", "boston")
+        path = find(where, "boston_housing.csv", "boston")
         if path is None:
-            raise _missing(
+            raise missing(
                 "Boston housing",
                 "boston (or boston_housing.csv)",
                 where,
                 "http://lib.stat.cmu.edu/datasets/boston",
             )
-        with _told(name, where):
+        with told(name, where):
             table = _boston(path)
         features, targets = table[:, :-1], table[:, -1]
     x, y = (torch.from_numpy(np.asarray(values, np.float64)) for values in (features, targets))
@@ -128,13 +131,13 @@ def _boston(path: Path) -> Array:
 
 
 @contextmanager
-def _told(name: str, folder: Path | None) -> Iterator[None]:
+def told(name: str, folder: Path | None) -> Iterator[None]:
     """Say in one sentence what a damaged file makes a reader raise."""
     try:
         yield
     except Error:
         raise
-    except (ValueError, KeyError, EOFError, OSError, struct.error, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise ArgumentError(
             f"the files of {name} in {folder} must be whole; one cannot be read: {type(error).__name__}: {error}. "
             "Download it again."
@@ -158,21 +161,21 @@ def _digits() -> Images:
 
 
 def _mnist(folder: Path | None) -> Images:
-    if archive := _find(folder, "mnist.npz"):
+    if archive := find(folder, "mnist.npz"):
         return _from_archive(archive)
     kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
     names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in kinds]
-    found = [_find(folder, name, f"{name}.gz", f"{name.replace('-idx', '.idx')}") for name in names]
+    found = [find(folder, name, f"{name}.gz", f"{name.replace('-idx', '.idx')}") for name in names]
     for name, path in zip(names, found, strict=True):
         if path is None:
             which = f"{name}.gz (one of its four IDX files, gzipped or not; a mnist.npz will do too)"
-            raise _missing("MNIST", which, folder, "https://ossci-datasets.s3.amazonaws.com/mnist/")
+            raise missing("MNIST", which, folder, "https://ossci-datasets.s3.amazonaws.com/mnist/")
     x_train, y_train, x_test, y_test = (_read_idx(path) for path in found if path is not None)
     return _scaled(x_train, y_train, x_test, y_test, _TEN)
 
 
 def _cifar10(folder: Path | None) -> Images:
-    if archive := _find(folder, "cifar10_subset.npz", "cifar10.npz"):
+    if archive := find(folder, "cifar10_subset.npz", "cifar10.npz"):
         return _from_archive(archive)
     parts = []
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
@@ -182,7 +185,7 @@ def _cifar10(folder: Path | None) -> Images:
 
 
 def _cifar100(folder: Path | None) -> Images:
-    if archive := _find(folder, "cifar100_subset.npz", "cifar100.npz"):
+    if archive := find(folder, "cifar100_subset.npz", "cifar100.npz"):
         return _from_archive(archive)
     train, test, names = (
         _cifar_file("CIFAR-100", "cifar-100", name, folder)
@@ -194,10 +197,10 @@ def _cifar100(folder: Path | None) -> Images:
 
 def _cifar_file(data: str, stem: str, name: str, folder: Path | None) -> Path:
     inside = f"{_UNPACKED[stem]}/{name}"
-    path = _find(folder, name, inside)
+    path = find(folder, name, inside)
     if path is None:
         where = f"https://www.cs.toronto.edu/~kriz/{stem}-binary.tar.gz"
-        raise _missing(data, f"{inside} (of the unpacked binary version)", folder, where)
+        raise missing(data, f"{inside} (of the unpacked binary version)", folder, where)
     return path
 
 
@@ -212,14 +215,15 @@ _READERS: dict[str, Callable[[Path | None], Images]] = {
 }
 
 
-def _find(folder: Path | None, *names: str) -> Path | None:
+def find(folder: Path | None, *names: str) -> Path | None:
     """The first of the files that is in the folder."""
     if folder is None:
         return None
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _missing(data: str, name: str, folder: Path | None, where: str) -> MissingDataError:
+def missing(data: str, name: str, folder: Path | None, where: str) -> MissingDataError:
+    """What to say of a file that is not there."""
     looked = f"the folder {folder}" if folder else f"no folder: neither --data-dir nor {VARIABLE} is set"
     return MissingDataError(
         f"{data} needs the file {name}; looked in {looked}. Get it from {where} and name its folder with "
