@@ -33,6 +33,10 @@ SMALL = {
     ),
     "split": ("--steps", 3, "--examples", 40, "--shares", 0.2, 0.5),
     "overfit-all": ("--steps", 2, "--model", "linear"),
+    "lstm": (
+        *("--budget", 60, "--train-words", 3000, "--words", 60, "--units", 6, "--length", 10),
+        *("--trials", 4, "--save-every", 1),
+    ),
     "methods": (
         *("--steps", 6, "--last", 2, "--terms", 1, 3, "--training", 5, "--trials", 2),
         *("--classes", 2, "--sizes", 2, "--repeats", 1),
@@ -100,6 +104,9 @@ def test_an_option_outranks_its_preset(tmp_path):
         ("split", ("--shares", 0.0, 0.5), "must differ and leave examples"),
         ("split", ("--steps", 0), "--steps must be positive and finite; got 0"),
         ("split", ("--seeds", 0), "--seeds must be positive"),
+        ("lstm", ("--rows",), "--rows must name a row"),
+        ("lstm", ("--data", "ptb", "--data-dir", "nowhere"), "Penn TreeBank needs the file ptb.train.txt"),
+        ("lstm", ("--hyper-cost", 0.0), "--hyper-cost must be positive"),
         ("methods", ("--last", 60), "--last must be at most --steps; got 60"),
         ("methods", ("--terms", 0, 1), "--terms must be numbers ≥ 1"),
         ("methods", ("--sizes", 1), "--sizes must be from 2 to 10"),
@@ -149,6 +156,38 @@ def test_a_longer_series_is_nearer_to_the_inverse(tmp_path):
     assert exact["cosine"] == pytest.approx(1.0, abs=1e-12)
     assert exact["smallest eigenvalue"] > 0
     assert one["relative distance"] > five["relative distance"] > twenty["relative distance"]
+
+
+def numbers_of(folder):
+    """What a run found, without its times."""
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in result_of(folder)["rows"]]
+
+
+@pytest.mark.parametrize("overfit", [False, True])
+def test_a_killed_lstm_goes_on_and_ends_with_the_same_numbers(overfit, tmp_path, monkeypatch):
+    options = [*SMALL["lstm"], *(["--overfit"] if overfit else ["--rows", "7 rates", "self-tuning network"])]
+    assert reproduce("lstm", *options, "--out", tmp_path / "whole") == 0
+    save, killed = br.callbacks.Checkpoint.__call__, []
+
+    def save_and_stop(self, tuner):
+        save(self, tuner)
+        if tuner.hyper_step == 2 and len(killed) < 2:
+            killed.append(tuner.problem)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(br.callbacks.Checkpoint, "__call__", save_and_stop)
+        statuses = [reproduce("lstm", *options, "--out", tmp_path / "killed") for _ in range(3)]
+    assert statuses == ([130, 0, 0] if overfit else [130, 130, 0])
+    assert numbers_of(tmp_path / "killed") == numbers_of(tmp_path / "whole")
+    rows = [
+        runs.read_rows(tmp_path / run / result_of(tmp_path / run)["folders"][0])
+        for run in ("killed", "whole")
+    ]
+    for one, other in zip(*rows, strict=True):
+        assert {k: v for k, v in one.items() if k != "seconds"} == {
+            k: v for k, v in other.items() if k != "seconds"
+        }
 
 
 @pytest.mark.slow

@@ -38,6 +38,11 @@ class Regulariser(nn.Module):
                 {name: torch.tensor(0.0) for name in ("activation", "temporal")}
             )
 
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Where to search the penalties; the rates declare their own."""
+        names = [] if self.log_penalties is None else list(self.log_penalties)
+        return {f"log_penalties.{name}": (-5.0, 1.0) for name in names}
+
     def penalty(self, dropped: Tensor, outputs: Tensor) -> Tensor:
         """α mean(dropped²) + β mean((h_{t+1} − h_t)²), of the last layer's outputs after and before dropout."""
         if self.log_penalties is None:
