@@ -26,7 +26,7 @@ def test_masks_are_nearly_those_of_dropout(rate):
 
 
 def test_a_rate_for_each_unit_and_one_mask_over_time():
-    drop = ConcreteDropout((4,), shared=(0,))
+    drop = ConcreteDropout(4, shared=(0,))
     with torch.no_grad():
         drop.logit.copy_(torch.tensor([logit(p) for p in (0.01, 0.3, 0.6, 0.9)]))
     assert torch.allclose(drop.rates(), torch.tensor([0.01, 0.3, 0.6, 0.9]))

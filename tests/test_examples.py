@@ -32,6 +32,14 @@ def test_search(capsys):
         assert float(after) < 0.5 * float(before)
 
 
+def test_learning_rate(capsys):
+    run("learning_rate")
+    shown = capsys.readouterr().out
+    before, after = (float(x) for x in shown.splitlines()[0].removeprefix("validation loss ").split(" → "))
+    assert after < 0.6 * before
+    assert "learning rate" in shown
+
+
 def test_loss_weights(capsys):
     run("loss_weights")
     shown = capsys.readouterr().out

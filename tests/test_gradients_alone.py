@@ -163,41 +163,72 @@ def test_the_bias_of_the_penalty_falls_as_its_inverse(case):
         assert 1.8 < larger / smaller < 2.2, errors
 
 
-def test_the_penalty_goes_on_from_its_second_weights():
-    """Two calls of ten steps are one of twenty, with Adam's moments; a new object begins anew."""
+@pytest.mark.parametrize("case", cases.EXACT_CASES)
+def test_the_penalty_is_a_neumann_series_that_goes_on(case):
+    """At a stationary point: K terms in the first call, 2K after the second, up to what falls as 1/γ."""
+    known = cases.EXACT_CASES[case]()
+    method = br.Penalty(4, 0.2, 1e6)
+    for call in (1, 2, 3):
+        h = br.hypergradient(known.problem, known.train, known.val, method)
+        neumann = br.Implicit(br.Neumann(4 * call - 1, 0.2))
+        expected = br.hypergradient(known.problem, known.train, known.val, neumann).total
+        assert torch.allclose(vector(h.total), vector(expected), rtol=1e-4, atol=1e-7)
+        assert h.solve.warm is (call > 1)
+        assert h.val_loss == pytest.approx(
+            float(known.problem.val_loss(known.problem.model, known.problem.hyper, known.val).detach())
+        )
+    residuals = []
+    for _ in range(30):
+        residuals.append(br.hypergradient(known.problem, known.train, known.val, method).solve.residual)
+    assert residuals[-1] < 0.3 * h.solve.residual < 0.3
+
+
+@pytest.mark.parametrize("rule", [rules.SGD(0.9), rules.Adam()], ids=["momentum", "Adam"])
+def test_the_penalty_remembers_moments(rule):
+    """Two calls differ from two first ones, and a new object begins anew."""
     problem, train, val = cases.network()
-    rule = rules.Adam()
-    twice, once = br.Penalty(10, 0.02, 5.0, rule), br.Penalty(20, 0.02, 5.0, rule)
-    first = br.hypergradient(problem, train, val, twice)
-    second = br.hypergradient(problem, train, val, twice)
-    whole = br.hypergradient(problem, train, val, once)
-    assert torch.allclose(vector(second.total), vector(whole.total), rtol=1e-10, atol=1e-15)
-    assert not torch.allclose(vector(first.total), vector(whole.total), rtol=1e-2)
-    assert problem.state(twice).memory["calls"] == 2
-    problem.forget(twice)
-    again = br.hypergradient(problem, train, val, twice)
-    assert torch.equal(vector(again.total), vector(first.total))
-    assert first.val_loss == float(problem.val_loss(problem.model, problem.hyper, val).detach())
+    method = br.Penalty(5, 0.02, 5.0, rule)
+    first = br.hypergradient(problem, train, val, method)
+    second = br.hypergradient(problem, train, val, method)
+    state = problem.state(method)
+    assert state.memory["calls"] == 2
+    assert set(state.memory["y"]["counts"].values()) == {10}
+    assert not torch.allclose(vector(first.total), vector(second.total), rtol=1e-2)
+    problem.forget(method)
+    assert torch.equal(vector(br.hypergradient(problem, train, val, method).total), vector(first.total))
+
+
+def test_the_way_that_the_weights_still_have_to_go_cancels():
+    """Far from a stationary point the answer does not grow with γ, and points where unrolling points."""
+    problem, train, val = cases.network()
+    unrolled = br.hypergradient(problem, train, val, br.Unrolled(5, 0.1)).total
+    totals = [br.hypergradient(problem, train, val, br.Penalty(5, 0.1, gamma)).total for gamma in (1e2, 1e4)]
+    assert cosine(*totals) > 0.999
+    assert vector(totals[1]).norm() / vector(totals[0]).norm() == pytest.approx(1.0, abs=0.05)
+    assert cosine(totals[0], unrolled) > 0.9
 
 
 def test_the_penalty_is_its_formula():
-    """One step of y by hand, at live weights that stay as they are."""
+    """One step of y and z by hand, at live weights that stay as they are."""
     problem, train, val = cases.network()
     gamma, kept = 3.0, {n: w.detach().clone() for n, w in problem.weights.items()}
     live, inputs = list(problem.weights.values()), list(problem.hyperparameters.values())
-    losses = lambda: [f(problem.model, problem.hyper, b) for f, b in  # noqa: E731
-        ((problem.train_loss, train), (problem.val_loss, val))]  # fmt: skip
-    behind = torch.autograd.grad(losses()[0], inputs)
-    of_train, of_val = losses()
-    step = torch.autograd.grad(of_train + of_val / gamma, live)
-    with torch.no_grad():
-        for w, g in zip(live, step, strict=True):
-            w -= 0.3 * g
-    ahead = torch.autograd.grad(losses()[0], inputs)
-    with torch.no_grad():
-        for name, w in problem.weights.items():
-            w.copy_(kept[name])
-    expected = {n: gamma * (a - b) for n, a, b in zip(problem.hyperparameters, ahead, behind, strict=True)}
+
+    def after_a_step(pull):
+        loss = problem.train_loss(problem.model, problem.hyper, train)
+        loss = loss + pull * problem.val_loss(problem.model, problem.hyper, val)
+        step = torch.autograd.grad(loss, live)
+        with torch.no_grad():
+            for w, g in zip(live, step, strict=True):
+                w -= 0.3 * g
+        found = torch.autograd.grad(problem.train_loss(problem.model, problem.hyper, train), inputs)
+        with torch.no_grad():
+            for name, w in problem.weights.items():
+                w.copy_(kept[name])
+        return found
+
+    pairs = zip(problem.hyperparameters, after_a_step(1 / gamma), after_a_step(0.0), strict=True)
+    expected = {n: gamma * (at_y - at_z) for n, at_y, at_z in pairs}
     check_method(br.Penalty(1, 0.3, gamma), problem, train, val, expected, 1e-10)
     check_method(br.Penalty(1, 0.3, lambda call: 3.0 + call), problem, train, val, expected, 1e-10)
 
@@ -215,10 +246,11 @@ def test_the_multiplier_grows_with_the_calls():
 
 def test_a_penalty_that_diverges_is_told_and_begins_again():
     problem, train, val = cases.network()
-    with pytest.raises(br.errors.DivergedError, match="smaller step_size than 1000"):
+    with pytest.raises(br.errors.DivergedError, match="step_size below 1000"):
         br.hypergradient(problem, train, val, br.Penalty(5, 1e3))
     weights, hyper = (torch.optim.SGD(p.values(), 0.01) for p in (problem.weights, problem.hyperparameters))
-    rows = br.Tuner(problem, weights, hyper, br.Penalty(6, 1e3), policy="skip").fit([train], [val], 2)
+    with pytest.warns(br.BestResponseWarning, match="hyper-step 1 is skipped"):
+        rows = br.Tuner(problem, weights, hyper, br.Penalty(6, 1e3), policy="skip").fit([train], [val], 2)
     assert [row["stepped"] for row in rows] == [False, False]
     # Second weights that are far off are left behind, and the answer is that of a first call.
     method = br.Penalty(3, 0.1)

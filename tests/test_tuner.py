@@ -165,7 +165,9 @@ def test_policies():
             assert len(caught) == 1
             assert all(row["stepped"] for row in tuner.history)
         else:
-            tuner.fit(train, val, 3)
+            with pytest.warns(br.BestResponseWarning, match="hyper-step 1 is skipped") as caught:
+                tuner.fit(train, val, 3)
+            assert len(caught) == 1
             assert not any(row["stepped"] for row in tuner.history)
             assert all(
                 torch.equal(p, b) for p, b in zip(tuner.problem.hyperparameters.values(), before, strict=True)

@@ -486,7 +486,8 @@ def test_steps_that_diverge_are_told_and_can_be_skipped():
     with pytest.raises(br.errors.DivergedError, match=r"step \d+ of 400 led to.*smaller step_size"):
         br.hypergradient(problem, train, val, method)
     weights, hyper = (torch.optim.SGD(p.values(), 0.1) for p in (problem.weights, problem.hyperparameters))
-    rows = br.Tuner(problem, weights, hyper, method, policy="skip").fit([train], [val], 2)
+    with pytest.warns(br.BestResponseWarning, match="hyper-step 1 is skipped"):
+        rows = br.Tuner(problem, weights, hyper, method, policy="skip").fit([train], [val], 2)
     assert [row["stepped"] for row in rows] == [False, False]
     with pytest.raises(br.errors.DivergedError):
         br.Tuner(problem, weights, hyper, method).fit([train], [val], 1)

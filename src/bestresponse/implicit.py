@@ -16,8 +16,8 @@ from .curvature import Curvature, Hessian, Linearisation, linearise
 from .errors import ArgumentTypeError, DivergedError, EvaluationError
 from .passes import Passes
 from .problem import MethodState, Problem
-from .result import Hypergradient
-from .solvers import ConjugateGradient, Report, Solution, Solver
+from .result import Hypergradient, failure
+from .solvers import ConjugateGradient, Solution, Solver
 
 
 class Method(ABC):
@@ -109,18 +109,6 @@ def warn_of_failure(problem: Problem, result: Hypergradient) -> None:
     """Warn of a failed solve, the first time that a status comes up."""
     if result.solve is not None and result.solve.status.failed:
         problem.warn_once(result.solve.status, failure(result.solve))
-
-
-def failure(report: Report) -> str:
-    """What to say of a solve that failed."""
-    nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
-    used = (
-        "zero is used, so that nothing comes through the weights" if nothing else "its best iterate is used"
-    )
-    return (
-        f"the linear solve ended with {report}; {used}. More damping, another solver or curvature, or better "
-        "trained weights may help. (Said once for each status; h.solve and the history tell of every solve.)"
-    )
 
 
 def differentiate(
@@ -323,12 +311,13 @@ def refuse_unreached(
         if direct[name] is None and id(p) not in reached_by_training
     ]
     if lost:
+        asleep = "" if problem.model.training else " (The model is in eval mode, which turns dropout off.)"
         raise EvaluationError(
             f"every hyperparameter must reach train_loss or val_loss; {lost[:5]} reach neither, so that their "
             "hypergradient would be zero. Use them in a loss, through the argument hyper. A learning rate or another "
             "setting of the optimiser does not move the weights' best response, and is tuned through the steps: "
             "Unrolled or Forward, with functions of hyper in their step_size and rule. Freeze the rest with "
-            "requires_grad_(False)."
+            f"requires_grad_(False).{asleep}"
         )
 
 

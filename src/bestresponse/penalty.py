@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from .passes import Passes, refuse_max_norm
 from .problem import MethodState, Problem
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
+from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
 from .tuned_settings import Settings
 
-# Second weights that are worse than this share beyond the present ones are given up.
+# Weights y that are worse than the present ones by more than this share are given up.
 _WORSE = 0.1
 
 
@@ -30,23 +31,29 @@ _WORSE = 0.1
 class Penalty(Method):
     """The derivative of the value function's penalty: gradients alone, at two sets of weights.
 
-        y ≈ argmin_w L_V(w, λ) + γ L_T(w, λ),   z ≈ argmin_w L_T(w, λ) the present weights,
+        y ≈ argmin_w L_V(w, λ) + γ L_T(w, λ),   z ≈ argmin_w L_T(w, λ),
         dL_V/dλ ≈ ∂L_V/∂λ(y, λ) + γ (∂L_T/∂λ(y, λ) − ∂L_T/∂λ(z, λ))
 
-    At exact y and z the error falls as 1/γ. Errors of y and z are multiplied by γ, so that a large γ needs
-    well-trained weights. y is kept for the next call of the same method object, which makes ``steps`` more steps
-    from it; make the method once, before the loop. Where y has become worse than z for L_V + γ L_T by more than a
-    tenth, it begins again at z.
+    At exact y and z the error falls as 1/γ. Both are copies of the present weights, which take the same steps in
+    each call, so that what is the same in both, as the way that the weights still have to go, cancels. Their
+    difference is kept for the next call of the same method object, which begins with it; make the method once,
+    before the loop. With gradient descent it is a Neumann series of ``steps`` terms that goes on from call to call.
+
+    ``h.solve.residual`` is ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before the last step: one where y has learnt
+    nothing yet, small where it has what it can. Where y is worse than the present weights for L_V + γ L_T by more
+    than a tenth, it begins again.
 
     Both sets of weights run through the model itself, one after the other, in place: nothing is substituted, so
-    that fused attention and sharded models (FSDP2) work. With a sharded model the gradients of hyperparameters
-    outside it are those of this rank's batch. ``val_loss`` is at the present weights, and ``direct`` at y.
+    that fused attention, compiled modules and sharded models (FSDP2) work. With a sharded model the gradients of
+    hyperparameters outside it are those of this rank's batch. ``val_loss`` is at the present weights, and
+    ``direct`` at y.
 
     Args:
-        steps: of y on L_T + L_V/γ, in a call.
+        steps: of y and z in a call, of three gradients each.
         step_size: α of these steps.
         multiplier: γ > 0; or a function of the number of the call, from 0, for a γ that grows.
-        rule: the steps.
+        rule: the steps. Moments are kept between calls. Adam's steps do not cancel as those of gradient descent do:
+            they want well-trained weights, and a small step size.
 
     Raises:
         ArgumentError: an argument out of its range.
@@ -80,49 +87,49 @@ class Penalty(Method):
         gamma = self.multiplier(calls) if callable(self.multiplier) else self.multiplier
         self._check_multiplier(gamma)
         batches = train_batch, val_batch
-        result = None
+        found = None
         if state.solution is not None:
-            result, second = self._from(_Second.of(state), passes, batches, gamma)
-        if result is None:  # the first call, or the second weights were left behind
-            result, second = self._from(_Second.at(problem, self.rule), passes, batches, gamma)
-        if result is None:
+            found = self._from(_Pair.of(problem, state), passes, batches, gamma, warm=True)
+        if found is None:  # the first call, or what was remembered has become worse than nothing
+            found = self._from(_Pair.at(problem, self.rule), passes, batches, gamma, warm=False)
+        if found is None:
             raise DivergedError(
-                "Penalty's second weights must become better than the present ones, for L_T + L_V/γ; "
-                f"{self.steps} steps from these made them worse. Use a smaller step_size than {self.step_size:g}."
+                "Penalty's weights y must become better than those that they began at, for L_T + L_V/γ; at this call "
+                f"{self.steps} steps made them worse. Use a step_size below {self.step_size:g}, or a Tuner with "
+                'policy="skip".'
             )
+        result, pair = found
         if not _tree.not_finite(result.total):
-            problem.remember(self, second.state(calls + 1))
+            problem.remember(self, pair.state(calls + 1))
         return result
 
     def _from(
-        self, second: "_Second", passes: Passes, batches: tuple[Any, Any], gamma: float
-    ) -> tuple[Hypergradient | None, "_Second"]:
+        self, pair: "_Pair", passes: Passes, batches: tuple[Any, Any], gamma: float, warm: bool
+    ) -> tuple[Hypergradient, "_Pair"] | None:
         """The hypergradient after the steps from there; None where they lead to a place that is worse than here."""
         problem = passes.problem
         settings: dict[str, Setting] = {"step_size": self.step_size, **self.rule.settings()}
         read = Settings(settings, problem.hyper, problem.weights, 1, self.rule.bounds)
-        inputs = problem.hyperparameters
+        inputs, residual = problem.hyperparameters, 0.0
         try:
             for _ in range(self.steps):
-                gradient = _sum_at(passes, second.weights, batches, gamma)
-                with torch.no_grad():
-                    second = second.moved(self.rule, gradient, read)
-            with _weights_at(problem, second.weights):
-                val_there, direct = _gradients(passes.val_loss(batches[1]), inputs, problem)
-                train_there, ahead = _gradients(passes.train_loss(batches[0]), inputs, problem)
+                pair, residual = pair.stepped(self.rule, read, passes, batches, gamma)
+            with _weights_at(problem, pair.y.weights):
+                val_y, direct = _gradients(passes.val_loss(batches[1]), inputs, problem)
+                train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs, problem)
+            with _weights_at(problem, pair.z.weights):
+                _, behind = _gradients(passes.train_loss(batches[0]), inputs, problem)
         except NotFiniteError:
-            return None, second
+            return None
         val_loss, train_loss = passes.val_loss(batches[1]), passes.train_loss(batches[0])
-        here, there = (
-            float(train_loss.detach()) + float(val_loss.detach()) / gamma,
-            train_there + val_there / gamma,
-        )
-        if not there <= here + _WORSE * abs(here):
-            return None, second
+        here = float(train_loss.detach()) + float(val_loss.detach()) / gamma
+        if not train_y + val_y / gamma <= here + _WORSE * abs(here):
+            return None
         refuse_unreached(problem, direct, _graph.leaves(train_loss))
-        _, behind = _gradients(train_loss, inputs, problem)
         indirect = {n: _graph.plus(_scaled(x, gamma), behind[n], -gamma) for n, x in ahead.items()}
-        return combine(problem, float(val_loss.detach()), direct, indirect), second
+        report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm)
+        result = combine(problem, float(val_loss.detach()), direct, indirect)
+        return replace(result, solve=report), pair
 
     def _check_multiplier(self, value: object) -> None:
         require_number("Penalty.multiplier", value)
@@ -131,8 +138,8 @@ class Penalty(Method):
 
 
 @dataclass(frozen=True)
-class _Second:
-    """The second weights.
+class _Copy:
+    """A set of weights.
 
     Attributes:
         tensors: each of them, and after it the moments that the rule keeps for it.
@@ -142,53 +149,82 @@ class _Second:
     tensors: dict[str, tuple[Tensor, ...]]
     counts: dict[str, int]
 
-    @classmethod
-    def at(cls, problem: Problem, rule: Rule) -> "_Second":
-        """The present weights."""
-        copies = _tree.copy(problem.weights)
-        kept = len(rule.moments)
-        tensors = {n: (y, *(torch.zeros_like(y) for _ in range(kept))) for n, y in copies.items()}
-        return cls(tensors, dict.fromkeys(tensors, 0))
-
-    @classmethod
-    def of(cls, state: MethodState) -> "_Second":
-        """Those of the last call."""
-        assert state.solution is not None
-        moments, counts = state.memory["moments"], state.memory["counts"]
-        return cls({n: (y, *moments[n]) for n, y in state.solution.items()}, counts)
-
-    def state(self, calls: int) -> MethodState:
-        """What to remember."""
-        moments = {n: xs[1:] for n, xs in self.tensors.items()}
-        return MethodState(self.weights, {"calls": calls, "moments": moments, "counts": self.counts})
-
     @property
     def weights(self) -> Tree:
         """The weights alone."""
         return {n: xs[0] for n, xs in self.tensors.items()}
 
-    def moved(self, rule: Rule, gradient: Tree, settings: Settings) -> "_Second":
+    @property
+    def memory(self) -> dict[str, Any]:
+        """All but the weights."""
+        return {"moments": {n: xs[1:] for n, xs in self.tensors.items()}, "counts": self.counts}
+
+    @classmethod
+    def of(cls, weights: Tree, memory: Mapping[str, Any]) -> "_Copy":
+        """From weights and `memory`."""
+        return cls({n: (w, *memory["moments"][n]) for n, w in weights.items()}, memory["counts"])
+
+    def moved(self, rule: Rule, gradient: Tree, settings: Settings) -> "_Copy":
         """After one step."""
         moved = {
             n: rule.step(self.tensors[n], g, self.counts[n], settings.at(0, n)) for n, g in gradient.items()
         }
         counts = {n: count + (n in gradient) for n, count in self.counts.items()}
-        return _Second(self.tensors | moved, counts)
+        return _Copy(self.tensors | moved, counts)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Y and z."""
+
+    y: _Copy
+    z: _Copy
+
+    @classmethod
+    def at(cls, problem: Problem, rule: Rule) -> "_Pair":
+        """Both at the present weights."""
+        weights = _tree.copy(problem.weights)
+        tensors = {n: (w, *(torch.zeros_like(w) for _ in rule.moments)) for n, w in weights.items()}
+        here = _Copy(tensors, dict.fromkeys(tensors, 0))
+        return cls(here, here)
+
+    @classmethod
+    def of(cls, problem: Problem, state: MethodState) -> "_Pair":
+        """Z at the present weights, and y as far from them as it was at the end of the last call."""
+        assert state.solution is not None
+        z = _tree.copy(problem.weights)
+        y = _tree.add(z, state.solution)
+        return cls(_Copy.of(y, state.memory["y"]), _Copy.of(z, state.memory["z"]))
+
+    def state(self, calls: int) -> MethodState:
+        """What to remember."""
+        apart = _tree.add(self.y.weights, self.z.weights, -1.0)
+        return MethodState(apart, {"calls": calls, "y": self.y.memory, "z": self.z.memory})
+
+    def stepped(
+        self, rule: Rule, settings: Settings, passes: Passes, batches: tuple[Any, Any], gamma: float
+    ) -> tuple["_Pair", float]:
+        """Both after one step; and ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before it."""
+        problem = passes.problem
+        with _weights_at(problem, self.z.weights):
+            _, found = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
+        with _weights_at(problem, self.y.weights):
+            _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
+            _, of_val = _gradients(passes.val_loss(batches[1]), problem.weights, problem)
+        warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
+        at_z = {n: g for n, g in found.items() if g is not None}
+        pulled = {n: g / gamma for n, g in of_val.items() if g is not None}
+        at_y = {n: _graph.plus(g, pulled.get(n)) for n, g in of_train.items()}
+        along = {n: g for n, g in at_y.items() if g is not None}
+        apart = {n: g - at_z[n] if n in at_z else g for n, g in along.items()}
+        size = _tree.norm(pulled)
+        with torch.no_grad():
+            pair = _Pair(self.y.moved(rule, along, settings), self.z.moved(rule, at_z, settings))
+        return pair, _tree.norm(apart) / size if size > 0.0 else 0.0
 
 
 def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
     return None if x is None else factor * x
-
-
-def _sum_at(passes: Passes, y: Tree, batches: tuple[Any, Any], gamma: float) -> Tree:
-    """∂(L_T + L_V/γ)/∂w at y, for the weights that L_T or L_V reaches."""
-    problem = passes.problem
-    with _weights_at(problem, y):
-        _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
-        _, of_val = _gradients(passes.val_loss(batches[1]), problem.weights, problem)
-    warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
-    total = {n: _graph.plus(x, of_val[n], 1.0 / gamma) for n, x in of_train.items()}
-    return {n: g for n, g in total.items() if g is not None}
 
 
 @contextmanager

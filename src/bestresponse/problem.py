@@ -164,8 +164,8 @@ class MethodState:
     """What a method remembers between two calls on one problem.
 
     Attributes:
-        solution: the last solution of the linear system by weight, or `Penalty`'s second set of weights; None
-            before the first.
+        solution: the last solution of the linear system by weight, or how far `Penalty`'s two sets of weights
+            are apart; None before the first.
         memory: what goes with it (a scale estimate, a chosen damping, moments).
     """
 

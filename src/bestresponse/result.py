@@ -58,3 +58,23 @@ class Hypergradient:
             f"Hypergradient(norm={self.norm:.4g}, direct={_tree.norm(self.direct):.4g}, "
             f"indirect={_tree.norm(self.indirect):.4g}, val_loss={self.val_loss:.4g}, solve={self.solve})"
         )
+
+
+def failure(report: Report) -> str:
+    """What to say of a solve that failed."""
+    nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
+    used = (
+        "zero is used, so that nothing comes through the weights" if nothing else "its best iterate is used"
+    )
+    return (
+        f"the linear solve ended with {report}; {used}. More damping, another solver or curvature, or better "
+        "trained weights may help. (Said once for each status; h.solve and the history tell of every solve.)"
+    )
+
+
+def skipped(number: int) -> str:
+    """What to say of the first hyper-step that is skipped."""
+    return (
+        f"hyper-step {number} is skipped, since its hypergradient failed. (Said once; `stepped` in the history tells "
+        "of each. Where all are skipped, use a smaller step, more damping, or another method.)"
+    )

@@ -89,7 +89,13 @@ class Trajectory:
         """The present weights with the moments to begin with."""
         weights, rule = self._passes.problem.weights, self.rule
         self._passes.carry({})
-        known = rule.state_of(self._passes.weight_optimizer)
+        known, optimizer = rule.state_of(self._passes.weight_optimizer), self._passes.weight_optimizer
+        if rule.moments and not known and optimizer is not None and optimizer.state:
+            self._passes.problem.warn_once(
+                ("moments", type(rule)),
+                f"the moments of {type(rule).__name__} begin at zero, since the weight optimiser is a "
+                f"{type(optimizer).__name__}. rules.like(optimizer) makes the rule of an optimiser.",
+            )
         tensors, counts = {}, {}
         for name, w in weights.items():
             state = known.get(w, {})

@@ -27,13 +27,12 @@ from .implicit import (
     attempt,
     check_method,
     differentiate,
-    failure,
     refuse_not_finite,
     warn_of_failure,
 )
 from .passes import checked_loss
 from .problem import Problem
-from .result import Hypergradient
+from .result import Hypergradient, failure, skipped
 from .solvers.base import require_integer
 
 WeightStep = Callable[[Problem, Any], None]
@@ -292,7 +291,10 @@ class Tuner:
         """Whether to step along a hypergradient; raises where the policy says so."""
         failed = result.solve is not None and result.solve.status.failed
         if self.policy == "skip":
-            return not failed and not _tree.not_finite(result.total)
+            useless = failed or bool(_tree.not_finite(result.total))
+            if useless:
+                self.problem.warn_once("skipped", skipped(number))
+            return not useless
         refuse_not_finite(result, f" at hyper-step {number}")
         if self.policy == "warn":
             warn_of_failure(self.problem, result)

@@ -110,7 +110,7 @@ def cases(config: "Methods", seed: int) -> list[Case]:
     chosen = (labels < config.classes).nonzero()[: 60 * config.classes, 0]
     images, labels = images[chosen], labels[chosen]
     return [
-        _case(config, config.data, x, y, 1, regression, _squared_errors),
+        _case(config, config.data, x, y, 1, regression, squared_errors),
         _case(
             config,
             "digits",
@@ -118,7 +118,7 @@ def cases(config: "Methods", seed: int) -> list[Case]:
             labels,
             config.classes,
             classification,
-            _cross_entropies,
+            cross_entropies,
         ),
     ]
 
@@ -136,12 +136,14 @@ def _case(
     return case
 
 
-def _squared_errors(model: nn.Module, hyper: nn.Module, batch: regression.Batch) -> Tensor:
+def squared_errors(model: nn.Module, hyper: nn.Module, batch: regression.Batch) -> Tensor:
+    """The squared error of each example."""
     error: Tensor = model(batch[0]).squeeze(1) - batch[1]
     return error.square()
 
 
-def _cross_entropies(model: nn.Module, hyper: nn.Module, batch: classification.Batch) -> Tensor:
+def cross_entropies(model: nn.Module, hyper: nn.Module, batch: classification.Batch) -> Tensor:
+    """The cross-entropy of each example."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 

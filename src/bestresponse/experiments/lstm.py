@@ -72,7 +72,7 @@ class LSTM(Options):
     """Of a search. The budget is shared by them and by a training under the best values."""
     hyper_cost: float = 4.0
     """Training gradients that a hyper-step takes as long as."""
-    response_cost: float = 2.0
+    response_cost: float = 1.4
     """Training gradients that a step of the self-tuning network takes as long as."""
     save_every: int = 20
     """Hyper-steps between two saved states."""

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from .. import callbacks
 from ..baselines import search
+from ..gauss_newton import GaussNewton
 from ..hypernetworks import SelfTuning
 from ..hyperparameters import WeightDecay
 from ..implicit import Direct, Implicit, Method
+from ..losses import CrossEntropy
 from ..problem import Problem
 from ..solvers import Identity, Neumann
 from ..tuner import Tuner
@@ -198,7 +200,7 @@ class Cell:
         model = problem.model.eval()
         for p in problem.hyperparameters.values():
             p.requires_grad_(False)
-        decay = WeightDecay(model, initial=math.exp(-8)).to(self.device)
+        decay = WeightDecay(model, initial=math.exp(-6)).to(self.device)
         train, val = (self._ten(s) for s in (self.corpus.train, self.corpus.val))
 
         def train_loss(model: nn.Module, decay: nn.Module, batch: language.Batch) -> Tensor:
@@ -206,13 +208,13 @@ class Cell:
             return language.val_loss(model, None, batch) + penalty  # type: ignore[arg-type]
 
         problem = Problem(model, decay, train_loss, language.val_loss)
+        curvature = GaussNewton(lambda m, _, b: m(b[0])[0], CrossEntropy(lambda batch: batch[1]), decay)
         tuner = Tuner(
             problem,
-            torch.optim.Adam(problem.weights.values(), 3e-3),
-            torch.optim.RMSprop(decay.parameters(), config.hyper_rate),
-            Implicit(),
+            torch.optim.Adam(problem.weights.values(), 1e-2),
+            torch.optim.RMSprop(decay.parameters(), 0.1),
+            Implicit(curvature=curvature),
             weight_steps=config.weight_steps,
-            clip_weights=config.clip,
             seed=self.seed,
             callbacks=[
                 callbacks.JSONLines(self.folder / "metrics.jsonl"),

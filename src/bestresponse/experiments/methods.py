@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.lines import Line2D
+from tqdm.auto import tqdm
 
 from ..errors import ArgumentError
 from . import accuracy, orders, plots, runs
@@ -13,7 +14,7 @@ from .options import Options, Preset
 # A direction nearer than this is drawn here.
 _ROUNDING = 1e-7
 _LABELS = {
-    "away": "1 − cosine with the exact one",
+    "away": "1 − cosine with the exact one (or 1e-7)",
     "time": "time, training gradients",
     "memory": "memory, training gradients",
 }
@@ -102,28 +103,36 @@ def run(config: Methods) -> Path:
         if not holds:
             value = getattr(config, name)
             raise ArgumentError(f"--{name.replace('_', '-')} must be {required}; got {value}.")
-    folder = config.out or Path("runs") / "methods"
+    cases = [(seed, case) for seed in config.all_seeds() for case in accuracy.cases(config, seed)]
+    folder = config.out or Path("runs") / f"methods-{config.data}"
     record = runs.Run(folder, "methods", config, figures=["methods.png", "orders.png"])
-    for seed in config.all_seeds():
-        for case in accuracy.cases(config, seed):
+    with tqdm(unit="row", dynamic_ncols=True) as bar:
+        for seed, case in cases:
             for row in accuracy.rows(config, case, seed):
                 record.write(row)
-    for row in orders.rows(config.sizes):
-        record.write(row)
+                bar.set_postfix_str(f"{case.name}, seed {seed}: {row['method']}", refresh=False)
+                bar.update()
+        for row in orders.rows(config.sizes):
+            record.write(row)
+            bar.set_postfix_str(f"memory against {row['grows']}: {row['method']}", refresh=False)
+            bar.update()
     rows = runs.read_rows(folder)
     draw(folder, runs.read_config(folder), rows)
     table, growth = _table(rows), orders.slopes([row for row in rows if row["table"] == 2])
+    print("the growth of memory: slopes of its logarithm\n")
     print(runs.table(growth), end="\n\n")
+    print("error, and time and memory in training gradients; trained: steps that were needed beforehand\n")
     best = [row for row in table if row["method"] == "recommended here"]
     headline = {f"cosine of the recommended, {row['problem']}": row["cosine"] for row in best}
-    record.finish(headline, table, config.seed, orders=growth)
+    here = {row["method"]: row["here"] for row in rows if row["table"] == 1}
+    record.finish(headline, table, config.seed, orders=growth, here=here)
     return folder
 
 
 def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means and deviations over seeds."""
     of_methods = [row for row in rows if row["table"] == 1]
-    keys, values = ["problem", "method", "here", "trained"], ["cosine", "relative error", "time", "memory"]
+    keys, values = ["problem", "method", "trained"], ["cosine", "relative error", "time", "memory"]
     table = runs.mean_and_deviation(of_methods, keys, values)
     return [{k: x for k, x in row.items() if k not in ("time ±", "memory ±")} for row in table]
 
@@ -174,7 +183,7 @@ def _draw_orders(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
                 panel.plot(
                     [r[quantity] for r in of],
                     [r["MiB"] for r in of],
-                    "o-",
+                    ("o-", "s--", "^:")[number % 3],
                     color=f"C{number}",
                     label=name,
                     markersize=3.5,

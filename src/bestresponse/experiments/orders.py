@@ -121,7 +121,7 @@ def slopes(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for quantity in QUANTITIES:
             of = [r for r in measured if (r["method"], r["grows"]) == (name, quantity)]
             if len(of) > 1:
-                row[quantity] = _slope([(r[quantity], r["MiB"]) for r in of[len(of) // 2 - 1 :]])
+                row[quantity] = round(_slope([(r[quantity], r["MiB"]) for r in of[len(of) // 2 - 1 :]]), 3)
         table.append(row)
     return table
 

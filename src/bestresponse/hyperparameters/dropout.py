@@ -21,7 +21,7 @@ class ConcreteDropout(nn.Module):
     ``hyper``; the validation loss, in eval mode, then depends on the rates through the weights alone.
 
     Args:
-        shape: of the rates: () one for all; (n,) one for each of n units in the last dimension; or any that
+        shape: of the rates: () one for all; n or (n,) one for each of n units in the last dimension; or any that
             broadcasts against x.
         initial: p to begin with.
         shared: dimensions of x along which one mask is used, as the dimension of time is in a recurrent network.
@@ -37,7 +37,7 @@ class ConcreteDropout(nn.Module):
 
     def __init__(
         self,
-        shape: Sequence[int] = (),
+        shape: int | Sequence[int] = (),
         initial: float = 0.5,
         shared: Sequence[int] = (),
         temperature: float = 0.1,
@@ -61,7 +61,8 @@ class ConcreteDropout(nn.Module):
             )
         self.shared, self.temperature = tuple(shared), temperature
         self.minimum, self.maximum = minimum, maximum
-        self.logit = nn.Parameter(torch.full(tuple(shape), _logit(initial)))
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.logit = nn.Parameter(torch.full(sizes, _logit(initial)))
 
     def forward(self, x: Tensor) -> Tensor:
         """The tensor with its mask.
@@ -127,7 +128,7 @@ class DropConnect(ConcreteDropout):
 
     def __init__(
         self,
-        shape: Sequence[int] = (),
+        shape: int | Sequence[int] = (),
         initial: float = 0.5,
         temperature: float = 0.1,
         minimum: float = 1e-3,
