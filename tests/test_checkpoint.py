@@ -87,7 +87,7 @@ METHODS = {
     "unrolled": lambda: br.Unrolled(2, 0.1),
     "unrolled Adam": lambda: br.Unrolled(2, 0.1, rule=br.rules.Adam()),
     "SAMA": lambda: br.SAMA(curvature=br.Hessian()),
-    "penalty": lambda: br.Penalty(2, 0.05, lambda call: 5.0 + call, br.rules.Adam()),
+    "penalty": lambda: br.Penalty(2, 0.05, lambda call: 5.0 + call, br.rules.SGD(0.9)),
 }
 
 

@@ -183,11 +183,10 @@ def test_the_penalty_is_a_neumann_series_that_goes_on(case):
     assert residuals[-1] < 0.3 * h.solve.residual < 0.3
 
 
-@pytest.mark.parametrize("rule", [rules.SGD(0.9), rules.Adam()], ids=["momentum", "Adam"])
-def test_the_penalty_remembers_moments(rule):
+def test_the_penalty_remembers_its_momentum():
     """Two calls differ from two first ones, and a new object begins anew."""
     problem, train, val = cases.network()
-    method = br.Penalty(5, 0.02, 5.0, rule)
+    method = br.Penalty(5, 0.02, 5.0, rules.SGD(0.9))
     first = br.hypergradient(problem, train, val, method)
     second = br.hypergradient(problem, train, val, method)
     state = problem.state(method)
@@ -392,7 +391,7 @@ def val_loss(model, hyper, batch):
 totals = []
 for model in (plain, sharded):
     problem = br.Problem(model, nn.ParameterDict({"weights": torch.zeros(2)}), train_loss, val_loss)
-    method = br.Penalty(5, 0.1, rule=br.rules.Adam())
+    method = br.Penalty(5, 0.1, rule=br.rules.SGD(0.9))
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
         h = br.hypergradient(problem, batch, batch, method)
@@ -430,7 +429,7 @@ def test_a_sharded_model(tmp_path):
         (lambda: br.Penalty(0, 0.1), "Penalty.steps"),
         (lambda: br.Penalty(1, -0.1), "Penalty.step_size"),
         (lambda: br.Penalty(1, 0.1, 0.0), "Penalty.multiplier must be positive"),
-        (lambda: br.Penalty(1, 0.1, rule="adam"), "Penalty.rule must be an update rule"),
+        (lambda: br.Penalty(1, 0.1, rule=rules.Adam()), "Penalty.rule must be gradient descent"),
         (lambda: br.SAMA("adam"), "SAMA.rule must be an update rule"),
         (lambda: br.SAMA(curvature=br.Exact()), "SAMA.curvature must be a curvature"),
     ],

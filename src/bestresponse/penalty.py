@@ -34,10 +34,11 @@ class Penalty(Method):
         y ≈ argmin_w L_V(w, λ) + γ L_T(w, λ),   z ≈ argmin_w L_T(w, λ),
         dL_V/dλ ≈ ∂L_V/∂λ(y, λ) + γ (∂L_T/∂λ(y, λ) − ∂L_T/∂λ(z, λ))
 
-    At exact y and z the error falls as 1/γ. Both are copies of the present weights, which take the same steps in
-    each call, so that what is the same in both, as the way that the weights still have to go, cancels. Their
-    difference is kept for the next call of the same method object, which begins with it; make the method once,
-    before the loop. With gradient descent it is a Neumann series of ``steps`` terms that goes on from call to call.
+    At exact y and z the error falls as 1/γ; it is large where the training loss is small beside L_V/γ. Both are
+    copies of the present weights, which take the same steps in each call, so that what is the same in both, as the
+    way that the weights still have to go, cancels. Their difference is kept for the next call of the same method
+    object, which begins with it; make the method once, before the loop. It is a Neumann series of ``steps`` terms
+    that goes on from call to call.
 
     ``h.solve.residual`` is ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before the last step: one where y has learnt
     nothing yet, small where it has what it can. Where y is worse than the present weights for L_V + γ L_T by more
@@ -52,8 +53,8 @@ class Penalty(Method):
         steps: of y and z in a call, of three gradients each.
         step_size: α of these steps.
         multiplier: γ > 0; or a function of the number of the call, from 0, for a γ that grows.
-        rule: the steps. Moments are kept between calls. Adam's steps do not cancel as those of gradient descent do:
-            they want well-trained weights, and a small step size.
+        rule: gradient descent, whose momentum is kept between calls. Adam's steps would not cancel between y and z,
+            and what is left of them can point the wrong way.
 
     Raises:
         ArgumentError: an argument out of its range.
@@ -64,8 +65,8 @@ class Penalty(Method):
 
     steps: int
     step_size: float
-    multiplier: float | Callable[[int], float] = 10.0
-    rule: Rule = SGD()
+    multiplier: float | Callable[[int], float] = 100.0
+    rule: SGD = SGD()
 
     def __post_init__(self) -> None:
         require_integer("Penalty.steps", self.steps, 1)
@@ -73,9 +74,10 @@ class Penalty(Method):
         require(0 < self.step_size < math.inf, "Penalty.step_size", "positive and finite", self.step_size)
         if not callable(self.multiplier):
             self._check_multiplier(self.multiplier)
-        if not isinstance(self.rule, Rule):
+        if not isinstance(self.rule, SGD):
             raise ArgumentTypeError(
-                f"Penalty.rule must be an update rule, such as rules.Adam(); got {self.rule!r}."
+                "Penalty.rule must be gradient descent, rules.SGD(...), since the steps of others do not cancel "
+                f"between the two sets of weights; got {self.rule!r}."
             )
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
@@ -93,6 +95,10 @@ class Penalty(Method):
         if found is None:  # the first call, or what was remembered has become worse than nothing
             found = self._from(_Pair.at(problem, self.rule), passes, batches, gamma, warm=False)
         if found is None:
+            (
+                passes.train_loss(train_batch),
+                passes.val_loss(val_batch),
+            )  # raise where the fault is not the steps'
             raise DivergedError(
                 "Penalty's weights y must become better than those that they began at, for L_T + L_V/γ; at this call "
                 f"{self.steps} steps made them worse. Use a step_size below {self.step_size:g}, or a Tuner with "
