@@ -187,7 +187,8 @@ class Forward(_ThroughSteps):
         Z_{k+1} = (∂w_{k+1}/∂w_k) Z_k + ∂w_{k+1}/∂λ,  Z_0 = 0;   dL_V/dλ = ∂L_V/∂λ + ∂L_V/∂w(w_K) Z_K
 
     Memory does not grow with the steps, but with the hyperparameters; so does time. It is for few of them and
-    many steps. The result is that of ``Unrolled`` to rounding.
+    many steps. The result is that of ``Unrolled`` to rounding. It asks for third derivatives, which torch's batch
+    norm has no longer from 2.14 on.
 
     Args:
         steps: K ≥ 1.
