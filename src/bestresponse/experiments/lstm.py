@@ -90,6 +90,7 @@ PRESETS: dict[Preset, LSTM] = {
         units=100,
         length=35,
         budget=4000,
+        trials=4,
     ),
     "paper": LSTM(
         preset="paper",

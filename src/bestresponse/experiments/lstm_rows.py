@@ -62,6 +62,10 @@ class Cell:
         config = runs.as_json(self.config)
         left_out = ("preset", "seeds", "rows", "threads", "out", "data_dir", "save_every")
         kept = {name: value for name, value in config.items() if name not in left_out}
+        if self.name not in SAMPLERS:
+            del kept["trials"]
+        if self.name != "self-tuning network":
+            del kept["response_cost"]
         return {**kept, "row": self.name, "seed": self.seed}
 
     def _run(self) -> dict[str, Any]:
@@ -110,7 +114,7 @@ class Cell:
         given = problem if network is None else network.source
         frozen = hyper_rate == 0.0
         # Without tuning a hyper-step, which moves nothing, comes once an epoch.
-        weight_steps = min(len(train), steps) if frozen else config.weight_steps
+        weight_steps = max(1, steps // max(1, round(steps / len(train)))) if frozen else config.weight_steps
 
         def measure(*_: Any) -> dict[str, float]:
             if network is not None:
