@@ -412,6 +412,24 @@ def test_the_buffers_move_along_with_the_steps():
         assert torch.allclose(h.total["log_decay.0.weight"], found[0].total["log_decay.0.weight"], rtol=1e-9)
 
 
+def test_every_chunk_of_forward_mode_begins_with_the_same_buffers():
+    """A training loss that grows with the passes that the model has seen, as with the state that an LSTM carries."""
+    model = nn.Linear(3, 1)
+    model.register_buffer("seen", torch.zeros(()))
+    x, hyper = torch.randn(4, 3), nn.ParameterDict({"a": torch.tensor([0.1, 0.2, 0.3])})
+
+    def train_loss(model, hyper, batch):
+        model.seen = model.seen + 1
+        return (1 + model.seen) * (model(x) - 1).square().mean() + (hyper["a"] * model.weight.square()).sum()
+
+    problem = br.Problem(model, hyper, train_loss, lambda m, h, b: m(x).square().mean())
+    unrolled = br.hypergradient(problem, None, None, br.Unrolled(3, 0.02)).total["a"]
+    for chunk in (None, 2, 1):
+        forward = br.hypergradient(problem, None, None, br.Forward(3, 0.02, chunk=chunk)).total["a"]
+        assert torch.allclose(forward, unrolled, rtol=1e-10)
+    assert float(model.seen) == 0
+
+
 def test_a_batch_that_does_not_reach_every_weight():
     """Its step is not counted for the others, as in torch."""
 

@@ -80,6 +80,13 @@ def copy(a: Mapping[str, Tensor]) -> Tree:
     return {name: x.detach().clone() for name, x in a.items()}
 
 
+@torch.no_grad()
+def write_(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    """Put the values of ``b`` into the tensors of ``a``, in place."""
+    for name, x in a.items():
+        x.copy_(b[name])
+
+
 def zeros_like(a: Mapping[str, Tensor]) -> Tree:
     """A tree of zeros with the shapes of ``a``."""
     return {name: torch.zeros_like(x) for name, x in a.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _graph, _tree
 from ._tree import Tree
 from .batches import Batches
-from .errors import ArgumentError, EvaluationError
+from .errors import ArgumentError, ArgumentTypeError, EvaluationError
 from .passes import Passes, refuse_max_norm
 from .problem import Problem
 from .solvers.base import require, require_number
@@ -65,6 +65,12 @@ class Curvature(ABC):
     @abstractmethod
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         """Linearise the training gradient of ``batch`` at the present weights and hyperparameters."""
+
+
+def require_curvature(owner: str, value: object) -> None:
+    """Raise for a method's argument that is no curvature."""
+    if not isinstance(value, Curvature):
+        raise ArgumentTypeError(f"{owner}.curvature must be a curvature, such as Hessian(); got {value!r}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,9 +200,7 @@ class _Difference(Linearisation):
             loss = self._passes.train_loss(self._batch)
             return torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
         finally:
-            with torch.no_grad():
-                for name, w in self._weights.items():
-                    w.copy_(kept[name])
+            _tree.write_(self._weights, kept)
 
 
 def linearise(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:

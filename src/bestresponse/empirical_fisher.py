@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .curvature import Curvature, Linearisation
 from .errors import ArgumentTypeError, EvaluationError
-from .gauss_newton import GaussNewton, Rest
+from .gauss_newton import GaussNewton, Rest, check_rest
 from .passes import Passes
 
 
@@ -44,11 +44,7 @@ class EmpiricalFisher(Curvature):
                 "EmpiricalFisher.example_loss must be a function (model, hyper, batch) -> [N]; got "
                 f"{self.example_loss!r}."
             )
-        if self.rest is not None and (not callable(self.rest) or isinstance(self.rest, type)):
-            raise ArgumentTypeError(
-                "EmpiricalFisher.rest must be a function (model, hyper, batch) -> scalar, or None; got "
-                f"{self.rest!r}."
-            )
+        check_rest("EmpiricalFisher", self.rest)
         outer_product = GaussNewton(_Checked(self.example_loss), _Mean(), self.rest)
         object.__setattr__(self, "_outer_product", outer_product)
 

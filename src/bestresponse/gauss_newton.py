@@ -61,13 +61,18 @@ class GaussNewton(Curvature):
                     f"GaussNewton.{name} must be a function; got {getattr(self, name)!r}. "
                     "It takes predict(model, hyper, batch) and loss(outputs, batch)."
                 )
-        if self.rest is not None and (not callable(self.rest) or isinstance(self.rest, type)):
-            raise ArgumentTypeError(
-                f"GaussNewton.rest must be a function (model, hyper, batch) -> scalar, or None; got {self.rest!r}."
-            )
+        check_rest("GaussNewton", self.rest)
 
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         return _OuterProduct(self, passes, batch)
+
+
+def check_rest(owner: str, rest: object) -> None:
+    """Raise for a ``rest`` that is neither a function nor None."""
+    if rest is not None and (not callable(rest) or isinstance(rest, type)):
+        raise ArgumentTypeError(
+            f"{owner}.rest must be a function (model, hyper, batch) -> scalar, or None; got {rest!r}."
+        )
 
 
 class _OuterProduct(Linearisation):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from . import _graph, _tree
 from ._tree import Tree
 from .batches import weighted
-from .curvature import Curvature, Hessian, Linearisation, linearise
+from .curvature import Curvature, Hessian, Linearisation, linearise, require_curvature
 from .errors import ArgumentTypeError, DivergedError, EvaluationError
 from .passes import Passes
 from .problem import MethodState, Problem
@@ -204,10 +204,7 @@ class Implicit(Method):
             raise ArgumentTypeError(
                 f"Implicit.solver must be a solver, such as Neumann(terms=20); got {self.solver!r}."
             )
-        if not isinstance(self.curvature, Curvature):
-            raise ArgumentTypeError(
-                f"Implicit.curvature must be a curvature, such as Hessian(); got {self.curvature!r}."
-            )
+        require_curvature("Implicit", self.curvature)
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
@@ -328,8 +325,11 @@ def combine(
     indirect: Mapping[str, Tensor | None],
 ) -> Hypergradient:
     """Direct and indirect part with zeros for what is absent, and their sum."""
-    sizes = {n: p.numel() for n, p in problem.hyperparameters.items()}
-    idle = [n for n in indirect if indirect[n] is None and direct.get(n) is None and sizes[n]]
+    idle = [
+        n
+        for n, p in problem.hyperparameters.items()
+        if n in indirect and indirect[n] is None and direct.get(n) is None and p.numel()
+    ]
     if idle:
         problem.warn_once(
             ("idle", *idle),

@@ -1,6 +1,6 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -135,16 +135,8 @@ class Passes:
 
     @cached_property
     def _places(self) -> dict[str, str]:
-        """Where each weight is, each place once: functional_call does not put back what it replaced twice, as in a
-        module that is registered under two names.
-        """
-        names = {id(w): name for name, w in self.problem.weights.items()}
-        return {
-            f"{path}.{leaf}": names[id(p)]
-            for path, module in self._losses.named_modules()
-            for leaf, p in module._parameters.items()
-            if id(p) in names
-        }
+        """Where each weight is."""
+        return places(self._losses, self.problem.weights)
 
     def replay(self) -> None:
         """Start a pass: buffers as they were, random state likewise, no weight cast before."""
@@ -237,6 +229,20 @@ def _without_cudnn(modules: Iterable[nn.Module]) -> Iterator[None]:
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
         yield
+
+
+def places(root: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every place of these tensors below ``root``, with the tensor's name; each place once.
+
+    functional_call does not put back what it replaced twice, as in a module that is registered under two names.
+    """
+    names = {id(x): name for name, x in tensors.items()}
+    return {
+        f"{path}.{leaf}": names[id(p)]
+        for path, module in root.named_modules()
+        for leaf, p in module._parameters.items()
+        if id(p) in names
+    }
 
 
 def refuse_max_norm(model: nn.Module, who: str) -> None:

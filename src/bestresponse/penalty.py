@@ -21,6 +21,7 @@ from .result import Hypergradient
 from .rules import SGD, Rule, Setting
 from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
+from .trajectory import Point
 from .tuned_settings import Settings
 
 # Weights y that are worse than the present ones by more than this share are given up.
@@ -144,54 +145,18 @@ class Penalty(Method):
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """A set of weights.
-
-    Attributes:
-        tensors: each of them, and after it the moments that the rule keeps for it.
-        counts: how many steps have moved each.
-    """
-
-    tensors: dict[str, tuple[Tensor, ...]]
-    counts: dict[str, int]
-
-    @property
-    def weights(self) -> Tree:
-        """The weights alone."""
-        return {n: xs[0] for n, xs in self.tensors.items()}
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """All but the weights."""
-        return {"moments": {n: xs[1:] for n, xs in self.tensors.items()}, "counts": self.counts}
-
-    @classmethod
-    def of(cls, weights: Tree, memory: Mapping[str, Any]) -> "_Copy":
-        """From weights and `memory`."""
-        return cls({n: (w, *memory["moments"][n]) for n, w in weights.items()}, memory["counts"])
-
-    def moved(self, rule: Rule, gradient: Tree, settings: Settings) -> "_Copy":
-        """After one step."""
-        moved = {
-            n: rule.step(self.tensors[n], g, self.counts[n], settings.at(0, n)) for n, g in gradient.items()
-        }
-        counts = {n: count + (n in gradient) for n, count in self.counts.items()}
-        return _Copy(self.tensors | moved, counts)
-
-
-@dataclass(frozen=True)
 class _Pair:
     """Y and z."""
 
-    y: _Copy
-    z: _Copy
+    y: Point
+    z: Point
 
     @classmethod
     def at(cls, problem: Problem, rule: Rule) -> "_Pair":
         """Both at the present weights."""
         weights = _tree.copy(problem.weights)
         tensors = {n: (w, *(torch.zeros_like(w) for _ in rule.moments)) for n, w in weights.items()}
-        here = _Copy(tensors, dict.fromkeys(tensors, 0))
+        here = Point(tensors, dict.fromkeys(tensors, 0))
         return cls(here, here)
 
     @classmethod
@@ -200,12 +165,12 @@ class _Pair:
         assert state.solution is not None
         z = _tree.copy(problem.weights)
         y = _tree.add(z, state.solution)
-        return cls(_Copy.of(y, state.memory["y"]), _Copy.of(z, state.memory["z"]))
+        return cls(*(_with(x, state.memory[name]) for x, name in ((y, "y"), (z, "z"))))
 
     def state(self, calls: int) -> MethodState:
         """What to remember."""
         apart = _tree.add(self.y.weights, self.z.weights, -1.0)
-        return MethodState(apart, {"calls": calls, "y": self.y.memory, "z": self.z.memory})
+        return MethodState(apart, {"calls": calls, "y": _without(self.y), "z": _without(self.z)})
 
     def stepped(
         self, rule: Rule, settings: Settings, passes: Passes, batches: tuple[Any, Any], gamma: float
@@ -229,6 +194,16 @@ class _Pair:
         return pair, _tree.norm(apart) / size if size > 0.0 else 0.0
 
 
+def _without(point: Point) -> dict[str, Any]:
+    """What is to be remembered of a point beside its weights."""
+    return {"moments": {n: xs[1:] for n, xs in point.tensors.items()}, "counts": point.counts}
+
+
+def _with(weights: Tree, memory: Mapping[str, Any]) -> Point:
+    """The point of these weights, with what was remembered."""
+    return Point({n: (w, *memory["moments"][n]) for n, w in weights.items()}, memory["counts"])
+
+
 def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
     return None if x is None else factor * x
 
@@ -238,16 +213,10 @@ def _weights_at(problem: Problem, values: Tree) -> Iterator[None]:
     """The live weights with other values, and then as they were."""
     kept = _tree.copy(problem.weights)
     try:
-        _write(problem, values)
+        _tree.write_(problem.weights, values)
         yield
     finally:
-        _write(problem, kept)
-
-
-@torch.no_grad()
-def _write(problem: Problem, values: Tree) -> None:
-    for name, w in problem.weights.items():
-        w.copy_(values[name])
+        _tree.write_(problem.weights, kept)
 
 
 def _sharded(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .curvature import Curvature, FiniteDifference, linearise
+from .curvature import Curvature, FiniteDifference, linearise, require_curvature
 from .errors import ArgumentTypeError, EvaluationError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
 from .passes import Passes
@@ -49,10 +49,7 @@ class SAMA(Method):
             raise ArgumentTypeError(
                 f"SAMA.rule must be an update rule, such as rules.Adam(); got {self.rule!r}."
             )
-        if not isinstance(self.curvature, Curvature):
-            raise ArgumentTypeError(
-                f"SAMA.curvature must be a curvature, such as Hessian(); got {self.curvature!r}."
-            )
+        require_curvature("SAMA", self.curvature)
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
@@ -65,11 +62,12 @@ class SAMA(Method):
         point = path.start()
         weights = [problem.weights[n] for n in system.names]
         gradient = torch.autograd.grad(passes.train_loss(train_batch), weights)
+        along = {n: g.detach().requires_grad_() for n, g in zip(system.names, gradient, strict=True)}
+        moved = point.moved(rule, along, path.settings).tensors
         v = {}
-        for name, g in zip(system.names, gradient, strict=True):
-            along = g.detach().requires_grad_()
-            after = path.update(name, point, along, 0)
-            (through,) = torch.autograd.grad(after[0], along, val_gradient[name])
+        for name, g in along.items():
+            after = moved[name]
+            (through,) = torch.autograd.grad(after[0], g, val_gradient[name])
             v[name] = -through
             if rule.moments:
                 # Where there was no gradient yet, as in rows of an embedding, the derivative is 1/ε, and all else

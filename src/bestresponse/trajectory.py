@@ -1,7 +1,7 @@
 """Steps of an update rule, as a map that can be differentiated: from weights and moments to those after it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ class Point:
     Attributes:
         tensors: each weight, and after it the moments that the rule keeps for it.
         counts: how many steps have moved each weight, with those that the optimiser had made.
-        buffers: of the modules, from which the next step starts.
+        buffers: of the modules, from which the next step starts; an empty dict is those of the beginning.
     """
 
     tensors: dict[str, tuple[Tensor, ...]]
     counts: dict[str, int]
-    buffers: Buffers
+    buffers: Buffers = field(default_factory=dict)
 
     @property
     def weights(self) -> Tree:
@@ -48,6 +48,15 @@ class Point:
     def detached(self) -> "Point":
         """The same values, outside any graph."""
         return replace(self, tensors={n: tuple(x.detach() for x in xs) for n, xs in self.tensors.items()})
+
+    def moved(self, rule: Rule, gradient: Tree, settings: Settings, number: int = 0) -> "Point":
+        """After the step with this number along a gradient; weights that are not in it stay."""
+        moved = {
+            n: rule.step(self.tensors[n], g, self.counts[n], settings.at(number, n))
+            for n, g in gradient.items()
+        }
+        counts = {n: count + (n in gradient) for n, count in self.counts.items()}
+        return replace(self, tensors=self.tensors | moved, counts=counts)
 
     def towards(self, end: "Point", share: float) -> "Point":
         """The point on the straight line to ``end``, with the buffers of this one."""
@@ -88,7 +97,6 @@ class Trajectory:
     def start(self) -> Point:
         """The present weights with the moments to begin with."""
         weights, rule = self._passes.problem.weights, self.rule
-        self._passes.carry({})
         known, optimizer = rule.state_of(self._passes.weight_optimizer), self._passes.weight_optimizer
         if rule.moments and not known and optimizer is not None and optimizer.state:
             self._passes.problem.warn_once(
@@ -103,7 +111,7 @@ class Trajectory:
             counts[name] = int(state.get("step", 1)) if begun else 0
             moments = [state[key] if begun else torch.zeros_like(w) for key in rule.moments]
             tensors[name] = tuple(x.detach().clone() for x in (w, *moments))
-        return Point(tensors, counts, self._passes.buffers())
+        return Point(tensors, counts)
 
     def run(self, point: Point, begin: int, end: int) -> Point:
         """The point after the steps from ``begin`` to below ``end``, outside any graph."""
@@ -122,11 +130,6 @@ class Trajectory:
         """Raise where no step moved a weight, and name those that none did."""
         warn_of_unreached(self._passes.problem, self._moved)
 
-    def update(self, name: str, point: Point, g: Tensor, number: int) -> tuple[Tensor, ...]:
-        """A weight of this name and its moments after the step with this number, along the gradient ``g``."""
-        settings = self.settings.at(number, name)
-        return self.rule.step(point.tensors[name], g, point.counts[name], settings)
-
     def _step(self, point: Point, number: int, graph: bool) -> Point:
         if not graph:
             point = point.leaves()
@@ -142,11 +145,8 @@ class Trajectory:
             _graph.inspect_gradient(gradient.values(), until=before)
         self._moved |= gradient.keys()
         with torch.set_grad_enabled(graph):
-            moved = {n: self.update(n, point, g, number) for n, g in gradient.items()}
-        counts = {n: count + (n in gradient) for n, count in point.counts.items()}
-        buffers = self._passes.buffers()
-        self._passes.carry(buffers)
-        return Point(point.tensors | moved, counts, buffers)
+            after = point.moved(self.rule, gradient, self.settings, number)
+        return replace(after, buffers=self._passes.buffers())
 
     def _loss(self, weights: Tree, number: int) -> Tensor:
         try:
@@ -187,7 +187,7 @@ class Piece:
         pairs = [(x, c) for x, c in zip(self.end.flat(), cotangents, strict=True) if c is not None]
         outputs = {str(i): x for i, (x, _) in enumerate(pairs)}
         edges = _graph.edges(outputs)
-        self.end = Point({}, {}, {})
+        self.end = Point({}, {})
         given = {str(i): c for i, (_, c) in enumerate(pairs)}
         return list(_graph.vector_product(edges, self.inputs(begin), given, retain_graph=False))
 

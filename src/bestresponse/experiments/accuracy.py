@@ -37,18 +37,14 @@ _PRECISION = 1e-12
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with its batches and the losses that methods ask for beside them."""
+    """A problem with its batches, the losses that methods ask for beside them, and the weights to begin with."""
 
     name: str
     problem: Problem
     train: tuple[Tensor, Tensor]
     val: tuple[Tensor, Tensor]
     example_loss: Callable[..., Tensor]
-
-    @cached_property
-    def initial(self) -> Tree:
-        """The weights to begin with."""
-        return _tree.copy(self.problem.weights)
+    initial: Tree
 
     @cached_property
     def optimum(self) -> Tree:
@@ -57,11 +53,9 @@ class Case:
         self.solve()
         return _tree.copy(self.problem.weights)
 
-    @torch.no_grad()
     def put(self, weights: Tree) -> None:
         """Set the weights."""
-        for name, w in self.problem.weights.items():
-            w.copy_(weights[name])
+        _tree.write_(self.problem.weights, weights)
 
     def solve(self) -> float:
         """Train the weights until the gradient is rounding, by Newton's method; returns the validation loss.
@@ -131,9 +125,7 @@ def _case(
     model = nn.Linear(x.shape[1], outputs, dtype=torch.float64)
     decay = WeightDecay(model, initial=math.exp(config.log_decay))
     problem = Problem(model, decay, losses.train_loss, losses.val_loss)
-    case = Case(name, problem, train, val, example_loss)
-    case.initial  # noqa: B018  (before anything is trained)
-    return case
+    return Case(name, problem, train, val, example_loss, _tree.copy(problem.weights))
 
 
 def squared_errors(model: nn.Module, hyper: nn.Module, batch: regression.Batch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..errors import ArgumentError
 from . import plots, runs, text
@@ -18,9 +18,7 @@ Row = Literal[
     "7 rates",
     "many rates",
 ]
-ROWS: tuple[Row, ...] = (
-    "no tuning", "grid search", "random search", "Bayesian optimisation", "self-tuning network", "7 rates", "many rates"
-)  # fmt: skip
+ROWS: tuple[Row, ...] = get_args(Row)
 _COLOURS = dict(
     zip(
         ROWS,
@@ -152,23 +150,20 @@ def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> li
             plots.style(axes[0, 0], "hyper-steps", "loss", "a weight decay for each weight of an LSTM")
         return [path]
     with plots.panels(path, 1, 2, (9.0, 3.8), sharey=True) as axes:
-        for panel, part in zip(axes[0], ("val", "test"), strict=True):
+        for panel, key, title in zip(
+            axes[0], ("val_perplexity", "test_perplexity"), ("validation", "test"), strict=True
+        ):
             for row in first:
-                history = [r for r in runs.read_rows(folder / row["folder"]) if f"{part}_perplexity" in r]
+                look = {"color": _COLOURS[row["row"]], "label": row["row"]}
                 if (
                     row["row"] in SAMPLERS
-                ):  # the file has one trial after the other, each from its own beginning
-                    name = {"val": "validation perplexity", "test": "test perplexity"}[part]
-                    panel.plot(
-                        [row["seconds"]], [row[name]], "o", color=_COLOURS[row["row"]], label=row["row"]
-                    )
+                ):  # whose file has one trial after the other, each from its beginning
+                    panel.plot([row["seconds"]], [row[f"{title} perplexity"]], "o", **look)
                     continue
-                x, y = [r["seconds"] for r in history], [r[f"{part}_perplexity"] for r in history]
-                panel.plot(x, y, color=_COLOURS[row["row"]], label=row["row"], linewidth=1.6)
+                history = [r for r in runs.read_rows(folder / row["folder"]) if key in r]
+                panel.plot([r["seconds"] for r in history], [r[key] for r in history], **look, linewidth=1.6)
             panel.set_yscale("log")
-            plots.style(
-                panel, "seconds", "perplexity" if part == "val" else "", {"val": "validation"}.get(part, part)
-            )
+            plots.style(panel, "seconds", "perplexity" if panel is axes[0, 0] else "", title)
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure = axes[0, 0].figure
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)

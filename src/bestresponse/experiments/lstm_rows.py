@@ -90,13 +90,13 @@ class Cell:
         """Weights and rates together."""
         config = self.config
         problem = self._problem(many=self.name == "many rates")
-        method: Method = Implicit(Neumann(config.terms, 0.1) if config.terms else Identity())
         if self.name == "no tuning":
             return self._train(problem, Direct(), config.budget, 0.0)
         if self.name == "self-tuning network":
             network = SelfTuning(problem, 0.3)
             steps = int(config.budget / (config.response_cost + 1.0 / config.weight_steps))
             return self._train(network.problem, Direct(), steps, config.hyper_rate, network)
+        method = Implicit(Neumann(config.terms, 0.1) if config.terms else Identity())
         share = config.weight_steps / (config.weight_steps + config.hyper_cost)
         return self._train(problem, method, int(config.budget * share), config.hyper_rate)
 
@@ -136,18 +136,29 @@ class Cell:
             weight_steps=weight_steps,
             clip_weights=config.clip,
             seed=self.seed,
-            callbacks=[
-                callbacks.Evaluate(measure, every),
-                Falling(),
-                callbacks.JSONLines(self.folder / "metrics.jsonl"),
-                callbacks.Progress(),
-                callbacks.Checkpoint(self.folder / "run.pt", 1 if frozen else config.save_every),
-            ],
+            callbacks=[callbacks.Evaluate(measure, every), Falling()],
         )
-        if (self.folder / "run.pt").is_file():
-            tuner.load(self.folder / "run.pt")
-        tuner.fit(train, val, max(0, max(1, steps // weight_steps) - tuner.hyper_step))
+        self._fit(tuner, train, val, max(1, steps // weight_steps), 1 if frozen else config.save_every)
         return self._best(tuner.history, sum(p.numel() for p in given.hyperparameters.values()), frozen)
+
+    def _fit(
+        self,
+        tuner: Tuner,
+        train: list[language.Batch],
+        val: list[language.Batch],
+        hyper_steps: int,
+        save_every: int,
+    ) -> None:
+        """Run a tuner up to so many hyper-steps, from where it was saved, and leave its rows and its state."""
+        saved = self.folder / "run.pt"
+        tuner.callbacks += [
+            callbacks.JSONLines(self.folder / "metrics.jsonl"),
+            callbacks.Progress(),
+            callbacks.Checkpoint(saved, save_every),
+        ]
+        if saved.is_file():
+            tuner.load(saved)
+        tuner.fit(train, val, max(0, hyper_steps - tuner.hyper_step))
 
     def _best(self, history: list[dict[str, Any]], tuned: int, frozen: bool) -> dict[str, Any]:
         best = min((r for r in history if "val_perplexity" in r), key=lambda r: r["val_perplexity"])
@@ -220,21 +231,15 @@ class Cell:
             Implicit(curvature=curvature),
             weight_steps=config.weight_steps,
             seed=self.seed,
-            callbacks=[
-                callbacks.JSONLines(self.folder / "metrics.jsonl"),
-                callbacks.Progress(),
-                callbacks.Checkpoint(self.folder / "run.pt", config.save_every),
-            ],
         )
-        if (self.folder / "run.pt").is_file():
-            tuner.load(self.folder / "run.pt")
-        tuner.fit([train], [val], max(0, config.budget // config.weight_steps - tuner.hyper_step))
+        self._fit(tuner, [train], [val], config.budget // config.weight_steps, config.save_every)
         assert isinstance(model, LanguageModel)
+        learnt = language.perplexity(model, [val])
         return {
             "hyperparameters": sum(p.numel() for p in decay.parameters()),
             "training loss": math.log(language.perplexity(model, [train])),
-            "validation loss": math.log(language.perplexity(model, [val])),
-            "validation perplexity": language.perplexity(model, [val]),
+            "validation loss": math.log(learnt),
+            "validation perplexity": learnt,
             "test perplexity": language.perplexity(model, self._batches(self.corpus.test)),
             "seconds": tuner.history[-1]["seconds"],
         }

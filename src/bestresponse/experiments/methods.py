@@ -14,7 +14,7 @@ from .options import Options, Preset
 # A direction nearer than this is drawn here.
 _ROUNDING = 1e-7
 _LABELS = {
-    "away": "1 − cosine with the exact one (or 1e-7)",
+    "away": "1 − cosine (1e-7 at least)",
     "time": "time, training gradients",
     "memory": "memory, training gradients",
 }

@@ -97,8 +97,7 @@ class Hypernetwork(nn.Module, ABC):
     def write_(self) -> None:
         """Copy w_φ(λ), and the buffers that came with it, into the given model."""
         self.source.check_intact()
-        for name, w in self.weights().items():
-            self.source.weights[name].copy_(w)
+        _tree.write_(self.source.weights, self.weights())
         pairs = zip(self.source.model.modules(), self._template.model.modules(), strict=True)
         for theirs, mine in pairs:
             for name, buffer in mine._buffers.items():

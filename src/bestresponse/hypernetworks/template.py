@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import _graph
 from .._tree import Tree
 from ..errors import ArgumentError, EvaluationError
-from ..passes import refuse_max_norm
+from ..passes import places, refuse_max_norm
 from ..problem import Problem
 
 
@@ -46,15 +46,8 @@ class Template(nn.Module):
                 f"a hypernetwork needs a model and a hyper that copy.deepcopy can copy; got: {error} Register "
                 "tensors as parameters or buffers, and leave out what can't be copied."
             ) from error
-        names = {id(stand_in): name for name, (_, stand_in) in self._replaced.items()}
-        # Each place once, also in a module that is registered twice, which functional_call wouldn't put back.
-        self._places = {
-            f"{path}.{leaf}": names[id(p)]
-            for path, module in self.named_modules()
-            for leaf, p in module._parameters.items()
-            if id(p) in names
-        }
-        lost = set(names.values()) - set(self._places.values())
+        self._places = places(self, {name: stand_in for name, (_, stand_in) in self._replaced.items()})
+        lost = self._replaced.keys() - set(self._places.values())
         if lost:
             raise ArgumentError(
                 f"a hypernetwork needs modules whose copies share what they share; those of {sorted(lost)[:5]} do "
