@@ -4,9 +4,11 @@
 
 checks that hypergradients on the GPU equal those in float64 on the CPU for a convolutional network, an LSTM and a
 transformer; that operations without a second derivative there (cuDNN's LSTM, fused attention, compiled modules) are
-replaced or refused, and do not go wrong; that dropout masks are replayed and the device's random state is put back; and
-measures the time and the peak memory of hypergradients in units of one training gradient. It ends with its tables,
-and writes gpu.json into --out; the exit status counts the checks that failed.
+replaced or refused, and do not go wrong; that dropout masks are replayed and the device's random state is put back;
+measures the time and the peak memory of hypergradients in units of one training gradient; and runs the paper's two
+large experiments for --seconds each, on CIFAR-10 and the Penn TreeBank from the folder that BESTRESPONSE_DATA names, or
+on small stand-ins. It ends with its tables, and writes gpu.json into --out; the exit status counts the checks that
+failed.
 
     python benchmarks/gpu.py --dry-run
 
@@ -14,8 +16,10 @@ does the same with small networks on the CPU, where what is special to a GPU pas
 """
 
 import argparse
+import dataclasses
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +30,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
-from bestresponse.experiments import measuring, models
+from bestresponse.experiments import augment, data, lstm, measuring, models, text
+from bestresponse.experiments.augment_rows import ImageCell
+from bestresponse.experiments.cells import Cell
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
-from bestresponse.experiments.runs import Peak, table, versions, write_whole
+from bestresponse.experiments.lstm_rows import LanguageCell
+from bestresponse.experiments.runs import Peak, read_rows, table, versions, write_whole
 
 METHODS: dict[str, Callable[[br.Problem], br.Method]] = {
     "Neumann, 10 terms": lambda problem: br.Implicit(br.Neumann(terms=10, scale=0.01)),
@@ -260,18 +267,18 @@ def refused_or_right(device: torch.device, case: Case, plain: bool) -> str:
     return f"right: {distance:.0e}"
 
 
-def lstm() -> Case:
+def torch_lstm() -> Case:
     batches = [(torch.randn(12, 8, 32), torch.randint(10, (8,))) for _ in range(2)]
     return Case(CuDNN(32), *batches)
 
 
 def cudnn(device: torch.device) -> str:
-    return refused_or_right(device, seeded(lstm), plain=True)
+    return refused_or_right(device, seeded(torch_lstm), plain=True)
 
 
 def without_cudnn(device: torch.device) -> str:
     with torch.backends.cudnn.flags(enabled=False):
-        return refused_or_right(device, seeded(lstm), plain=True)
+        return refused_or_right(device, seeded(torch_lstm), plain=True)
 
 
 def fused_attention(device: torch.device) -> str:
@@ -401,10 +408,57 @@ def cost(
     return row
 
 
+class OutOfTime(Exception):
+    """Ends a run."""
+
+
+def until(seconds: float) -> Callable[[br.Tuner], None]:
+    """A callback that ends a run so many seconds after its first hyper-step."""
+    first: list[float] = []
+
+    def watch(_: br.Tuner) -> None:
+        first.append(time.perf_counter())
+        if first[-1] - first[0] > seconds:
+            raise OutOfTime
+
+    return watch
+
+
+def epochs(device: torch.device, experiment: str, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
+    """As much as fits of an experiment: epochs made, seconds for each, and the losses of the first and last tenth."""
+    present = data.find(data.folder_of(None), "cifar10_subset.npz", "cifar10.npz") is not None and not dry
+    watch, preset = [until(seconds)], "paper" if present else "smoke"
+    cell: Cell
+    if experiment == "augment":
+        images = augment.PRESETS[preset]
+        sizes = {"train": 8000, "validation": 2000} if present else {"steps": 10**6}
+        images = dataclasses.replace(images, **sizes)
+        sets = augment.sets(images, data.load(images.data), 0).to(device)
+        cell = ImageCell(images, device, "3 Neumann", 0, folder, sets, watch=watch)
+        batches, name = images.train // images.batch, f"augment, {images.network}, {images.data}"
+    else:
+        words = dataclasses.replace(lstm.PRESETS[preset], budget=10**7)
+        corpus = text.load(words.data, None, words.words, words.train_words)
+        cell = LanguageCell(words, device, "7 rates", 0, folder, corpus, watch=watch)
+        batches = len(corpus.train) // (words.batch * words.length)
+        name = f"lstm, {words.units} units, {words.data}"
+    with suppress(OutOfTime):
+        cell.result()
+    rows = read_rows(cell.folder)
+    tenth, made = max(1, len(rows) // 10), rows[-1]["weight_step"] / batches
+    row: dict[str, Any] = {"experiment": name, "hyper-steps": len(rows), "epochs": made}
+    row["seconds an epoch"] = rows[-1]["seconds"] / made
+    for key in ("train_loss", "val_loss"):
+        for words_, part in (("first", rows[:tenth]), ("last", rows[-tenth:])):
+            row[f"{key.replace('_', ' ')}, {words_}"] = sum(r[key] for r in part) / tenth
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="small networks on the CPU")
     parser.add_argument("--repeats", type=int, default=10, help="counted rounds; the median is reported")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each of the two experiments")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder to write to")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
@@ -413,6 +467,7 @@ def main() -> int:
     card = "no GPU (dry run)" if options.dry_run else torch.cuda.get_device_name()
     options.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"card": card, "versions": versions(), "agreement": [], "checks": [], "cost": []}
+    result["epochs"] = []
 
     def report(key: str, row: dict[str, Any]) -> None:
         result[key].append(row)
@@ -444,7 +499,13 @@ def main() -> int:
                     report("cost", cost(device, name, mode, cases, options.repeats))
             except Exception as error:  # one that runs out of memory leaves the others their turn
                 report("checks", failed(f"cost of {name}, {mode}", error))
-    for key in ("agreement", "checks", "cost"):
+    for experiment in ("augment", "lstm"):
+        try:
+            row = epochs(device, experiment, options.dry_run, options.seconds, options.out)
+            report("epochs", row)
+        except Exception as error:
+            report("checks", failed(experiment, error))
+    for key in ("agreement", "checks", "cost", "epochs"):
         print(f"\n{table(result[key])}")
     print(f"\n{card}; written to {options.out}")
     return sum(not row["passed"] for key in ("agreement", "checks") for row in result[key])

@@ -20,6 +20,16 @@ def test_it_has_the_papers_size_and_begins_as_the_identity():
     augmenter, x = Augmenter(), torch.randn(2, 3, 8, 8)
     assert sum(p.numel() for p in augmenter.parameters()) == 6659
     assert torch.equal(augmenter(x), x)
+    noisy = Augmenter(initial=0.1)
+    assert 0.01 < float((noisy(x) - noisy(x)).detach().std()) < 1.0
+
+
+@pytest.mark.parametrize("initial", [0.0, 0.1])
+def test_noise_has_a_derivative_where_there_is_some(initial):
+    """At the identity a loss that only noise moves, the variance of a change, is stationary."""
+    augmenter, x = Augmenter(1, initial=initial), torch.zeros(64, 1, 8, 8)
+    (augmenter(x) - augmenter(x)).square().mean().backward()
+    assert (float(augmenter.last.weight.grad.norm()) > 1e-3) == (initial > 0)
 
 
 @pytest.mark.parametrize("size", [(8, 8), (7, 9), (5, 5), (1, 3)])
@@ -41,9 +51,13 @@ def test_changes_keep_their_bound():
     assert float((free(x) - x).detach().abs().max()) > 1.0
 
 
-def augmented_problem():
+def augmented_problem(depth=2, smooth=False):
+    """``smooth``: without kinks, which differences of a thousandth step over."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
-    augmenter = awake(Augmenter(1, 2, 2))
+    augmenter = awake(Augmenter(1, depth, 2))
+    for layer in augmenter.modules() if smooth else ():
+        if isinstance(layer, nn.Sequential):
+            layer[1] = layer[3] = nn.Tanh()
 
     def val_loss(model, augmenter, batch):
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -57,8 +71,9 @@ def augmented_problem():
 
 
 def test_its_parameters_are_hyperparameters():
-    problem, train, val = augmented_problem()
+    problem, train, _ = augmented_problem(depth=1, smooth=True)
     check_curvature(br.Hessian(), problem, train)
+    problem, train, val = augmented_problem()
     method = br.Unrolled(3, 0.2)
     check_method(method, problem, train, val)
     h = br.hypergradient(problem, train, val, method, seed=2)
@@ -111,6 +126,7 @@ def test_weights_of_examples_find_the_wrong_labels():
     [
         (lambda: Augmenter(channels=0), "Augmenter.channels"),
         (lambda: Augmenter(bound=0.0), "Augmenter.bound must be positive"),
+        (lambda: Augmenter(initial=-1.0), "Augmenter.initial must be ≥ 0"),
         (lambda: Augmenter()(torch.randn(2, 1, 8, 8)), r"needs images \[N, 3, H, W\]; got \[2, 1, 8, 8\]"),
         (lambda: Augmenter()(torch.randn(3, 8, 8)), r"got \[3, 8, 8\]"),
         (lambda: ExampleWeights(nn.Linear(3, 2))(torch.randn(4, 3)), r"a score for each of 4 examples"),

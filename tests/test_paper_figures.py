@@ -23,6 +23,10 @@ def _single_precision():
 
 
 SMALL = {
+    "augment": (
+        *("--train", 40, "--validation", 60, "--batch", 20, "--validation-batch", 30, "--steps", 18),
+        *("--warmup", 2, "--weight-steps", 4, "--save-every", 1),
+    ),
     "best-response": ("--points", 5),
     "shapes": ("--weight-steps", 20),
     "inverse-error": ("--steps", 6, "--inversion-steps", 1, 5, 12, "--shown", 5),
@@ -105,6 +109,12 @@ def test_an_option_outranks_its_preset(tmp_path):
         ("split", ("--steps", 0), "--steps must be positive and finite; got 0"),
         ("split", ("--seeds", 0), "--seeds must be positive"),
         ("lstm", ("--rows",), "--rows must name a row"),
+        ("augment", ("--rows",), "--rows must name a row"),
+        ("augment", ("--warmup", 120), "--steps must leave a hyper-step after --warmup; got 120 after 120"),
+        ("augment", ("--wrong-labels", 1.5), "--wrong-labels must be a share"),
+        ("augment", ("--pooling", 3), "--pooling must leave 4×4 pixels; got 3"),
+        ("augment", ("--train", 1000), "the training set has 1198"),
+        ("augment", ("--bound", -1.0), "--bound must be ≥ 0"),
         ("lstm", ("--data", "ptb", "--data-dir", "nowhere"), "Penn TreeBank needs the file ptb.train.txt"),
         ("lstm", ("--hyper-cost", 0.0), "--hyper-cost must be positive"),
         ("methods", ("--last", 60), "--last must be at most --steps; got 60"),
@@ -163,10 +173,20 @@ def numbers_of(folder):
     return [{k: v for k, v in row.items() if k != "seconds"} for row in result_of(folder)["rows"]]
 
 
-@pytest.mark.parametrize("overfit", [False, True])
-def test_a_killed_lstm_goes_on_and_ends_with_the_same_numbers(overfit, tmp_path, monkeypatch):
-    options = [*SMALL["lstm"], *(["--overfit"] if overfit else ["--rows", "7 rates", "self-tuning network"])]
-    assert reproduce("lstm", *options, "--out", tmp_path / "whole") == 0
+@pytest.mark.parametrize(
+    ("name", "more", "killed_twice"),
+    [
+        ("lstm", ("--rows", "7 rates", "self-tuning network"), True),
+        ("lstm", ("--overfit",), False),
+        ("augment", ("--rows", "3 unrolled", "Gauss-Newton", "--learn", "both", "--beside"), True),
+    ],
+    ids=["lstm", "overfit", "augment"],
+)
+def test_a_killed_comparison_goes_on_and_ends_with_the_same_numbers(
+    name, more, killed_twice, tmp_path, monkeypatch
+):
+    options = [*SMALL[name], *more]
+    assert reproduce(name, *options, "--out", tmp_path / "whole") == 0
     save, killed = br.callbacks.Checkpoint.__call__, []
 
     def save_and_stop(self, tuner):
@@ -177,8 +197,8 @@ def test_a_killed_lstm_goes_on_and_ends_with_the_same_numbers(overfit, tmp_path,
 
     with monkeypatch.context() as patched:
         patched.setattr(br.callbacks.Checkpoint, "__call__", save_and_stop)
-        statuses = [reproduce("lstm", *options, "--out", tmp_path / "killed") for _ in range(3)]
-    assert statuses == ([130, 0, 0] if overfit else [130, 130, 0])
+        statuses = [reproduce(name, *options, "--out", tmp_path / "killed") for _ in range(3)]
+    assert statuses == ([130, 130, 0] if killed_twice else [130, 0, 0])
     assert numbers_of(tmp_path / "killed") == numbers_of(tmp_path / "whole")
     rows = [
         runs.read_rows(tmp_path / run / result_of(tmp_path / run)["folders"][0])

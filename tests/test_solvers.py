@@ -24,7 +24,10 @@ CONVERGENT = [
     br.Exact(),
     br.Exact(damping=0.1),
     br.Exact(damping=2.0),
+    *(br.Nystrom(20, damping) for damping in (0.0, 0.1, 2.0)),
+    *(kind(30, 1e-12, damping) for kind in (br.MINRES, br.solvers.GMRES) for damping in (0.0, 0.1, 2.0)),
 ]
+MINIMAL = [br.MINRES, br.solvers.GMRES]
 
 SYSTEMS = {system.name: system for system in linear_systems()}
 
@@ -310,3 +313,146 @@ def test_no_warning_on_systems_that_are_solved():
         warnings.simplefilter("error")
         for solver in CONVERGENT:
             solver.solve(system.product, system.tree)
+
+
+# --- minimal residuals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["indefinite", "negative definite", "definite", "definite, large"])
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_minimal_residuals_solve_indefinite_systems(kind, name, damping):
+    system = SYSTEMS[name]
+    solution = kind(30, 1e-10, damping).solve(system.product, system.tree)
+    matrix = system.matrix + damping * torch.eye(9)
+    assert torch.allclose(_tree.flatten(solution.x), torch.linalg.solve(matrix, system.b), rtol=1e-8)
+    report = solution.report
+    values = torch.linalg.eigvalsh(system.matrix)
+    assert report.status is Status.CONVERGED
+    assert report.products == report.steps == 9
+    assert report.curvature == pytest.approx((float(values[0]), float(values[-1])), rel=1e-6)
+    assert ("negative curvature" in report.detail) == bool(values[0] < 0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 8])
+@pytest.mark.parametrize("name", ["definite", "indefinite", "singular"])
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_each_iterate_has_the_smallest_residual_of_its_krylov_space(kind, name, steps):
+    system = SYSTEMS[name]
+    solution = kind(steps, 0.0).solve(system.product, system.tree)
+    powers = [system.b / system.b.norm()]
+    for _ in range(steps - 1):
+        following = system.matrix @ powers[-1]
+        powers.append(following / following.norm())
+    images = system.matrix @ torch.stack(powers, dim=1)
+    best = (system.b - images @ torch.linalg.lstsq(images, system.b, driver="gelsd").solution).norm()
+    assert system.residual(solution.x) == pytest.approx(float(best / system.b.norm()), rel=1e-6)
+    assert solution.report.residual == pytest.approx(system.residual(solution.x), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_minimal_residuals_of_singular_systems(kind):
+    """One with a solution is solved; one without ends with the smallest residual there is, and says so."""
+    solvable, without, zero = (SYSTEMS[name] for name in ("singular, consistent", "singular", "zero"))
+    solution = kind(30, 1e-10).solve(solvable.product, solvable.tree)
+    assert solution.report.status is Status.CONVERGED
+    assert solvable.residual(solution.x) < 1e-9
+    assert torch.allclose(_tree.flatten(solution.x), torch.linalg.pinv(solvable.matrix) @ solvable.b)
+    solution = kind(30, 1e-10).solve(without.product, without.tree)
+    assert solution.report.status is Status.DIVERGED
+    assert "singular" in solution.report.detail
+    smallest = without.b - without.matrix @ torch.linalg.pinv(without.matrix) @ without.b
+    assert without.residual(solution.x) == pytest.approx(float(smallest.norm() / without.b.norm()), rel=1e-6)
+    assert _tree.norm(kind(30).solve(zero.product, zero.tree).x) == 0.0
+
+
+def test_gmres_solves_what_is_not_symmetric():
+    torch.manual_seed(0)
+    system = SYSTEMS["definite"]
+    matrix = system.matrix + 0.3 * torch.randn(9, 9)
+    x = (
+        br.solvers.GMRES(30, 1e-12)
+        .solve(lambda v: system.unflatten(matrix @ _tree.flatten(v)), system.tree)
+        .x
+    )
+    assert torch.allclose(_tree.flatten(x), torch.linalg.solve(matrix, system.b))
+
+
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_minimal_residuals_start_warm_where_conjugate_gradient_may_not(kind):
+    """xᵀA x < 0 says nothing against a start where A is not definite."""
+    system = SYSTEMS["negative definite"]
+    exact = torch.linalg.solve(system.matrix, system.b)
+    start = system.unflatten(1.01 * exact)
+    report = kind(30, 1e-10).solve(system.product, system.tree, start=start).report
+    assert report.warm
+    assert report.products == 1 + report.steps
+
+
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_minimal_residuals_meet_what_is_not_finite(kind):
+    system = SYSTEMS["definite"]
+    spoilt = kind(5).solve(lambda v: system.unflatten(math.nan * _tree.flatten(v)), system.tree)
+    assert spoilt.report.status is Status.NOT_FINITE
+    assert _tree.norm(spoilt.x) == 0.0
+    for arguments in ({"max_steps": 0}, {"tolerance": -1.0}, {"damping": math.inf}):
+        with pytest.raises(br.Error, match=f"{kind.__name__}.{next(iter(arguments))}"):
+            kind(**arguments)
+
+
+# --- Nyström ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["definite", "definite, large", "indefinite", "singular, consistent"])
+@pytest.mark.filterwarnings("ignore:Exact needs an invertible")
+def test_nystrom_of_full_rank_is_exact(name, damping):
+    system = SYSTEMS[name]
+    solution = br.Nystrom(9, damping).solve(system.product, system.tree)
+    exact = br.Exact(damping).solve(system.product, system.tree)
+    assert torch.allclose(_tree.flatten(solution.x), _tree.flatten(exact.x), rtol=1e-8)
+    assert solution.report.products == 10
+    assert solution.report.curvature == pytest.approx(exact.report.curvature, rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize("damping", [0.1, 0.7])
+@pytest.mark.parametrize("scale", [1.0, 50.0])
+def test_nystrom_sees_a_few_large_eigenvalues_whole(scale, damping):
+    """A of rank three: four products are enough, and the rest is the damping."""
+    torch.manual_seed(0)
+    factor = scale * torch.randn(40, 3)
+    matrix, b = factor @ factor.T, torch.randn(40)
+    solution = br.Nystrom(4, damping).solve(lambda v: {"w": matrix @ v["w"]}, {"w": b})
+    expected = torch.linalg.solve(matrix + damping * torch.eye(40), b)
+    assert torch.allclose(solution.x["w"], expected, rtol=1e-7, atol=1e-9)
+    assert solution.report.products == 5
+    assert solution.report.status is Status.CONVERGED
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_nystrom_is_the_inverse_of_its_approximation(rank):
+    system, damping = SYSTEMS["definite"], 0.4
+    solution = br.Nystrom(rank, damping).solve(system.product, system.tree)
+    generator = torch.Generator().manual_seed(0)
+    sketch, _ = torch.linalg.qr(torch.randn(9, rank, generator=generator))
+    images = system.matrix @ sketch
+    approximation = images @ torch.linalg.inv(sketch.T @ images) @ images.T
+    expected = torch.linalg.solve(approximation + damping * torch.eye(9), system.b)
+    found = _tree.flatten(solution.x)
+    true = system.residual(solution.x, damping)
+    if solution.report.status is Status.DIVERGED:
+        expected_residual = (system.b - (system.matrix + damping * torch.eye(9)) @ expected).norm()
+        assert expected_residual > system.b.norm()
+        assert torch.equal(found, torch.zeros(9))
+    else:
+        assert torch.allclose(found, expected, rtol=1e-9)
+        assert solution.report.residual == pytest.approx(true, rel=1e-9)
+
+
+def test_nystrom_meets_what_is_not_finite():
+    system = SYSTEMS["definite"]
+    spoilt = br.Nystrom(3).solve(lambda v: system.unflatten(math.nan * _tree.flatten(v)), system.tree)
+    assert spoilt.report.status is Status.NOT_FINITE
+    for arguments in ({"rank": 0}, {"damping": -1.0}):
+        with pytest.raises(br.Error, match=f"Nystrom.{next(iter(arguments))}"):
+            br.Nystrom(**arguments)

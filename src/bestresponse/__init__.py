@@ -12,7 +12,7 @@ from .penalty import Penalty
 from .problem import Problem
 from .result import Hypergradient
 from .sama import SAMA
-from .solvers import ConjugateGradient, Exact, Identity, Neumann, Solver, Status
+from .solvers import MINRES, ConjugateGradient, Exact, Identity, Neumann, Nystrom, Solver, Status
 from .tuner import Tuner
 from .unrolled import Forward, Unrolled
 
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 
 __all__ = [
+    "MINRES",
     "SAMA",
     "Batches",
     "BestResponseWarning",
@@ -39,6 +40,7 @@ __all__ = [
     "Linearisation",
     "Method",
     "Neumann",
+    "Nystrom",
     "Penalty",
     "Problem",
     "SearchResult",

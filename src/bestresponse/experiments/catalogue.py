@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from . import (
+    augment,
     best_response,
     distill,
     distilled_set,
@@ -39,6 +40,7 @@ class Experiment:
 
 
 EXPERIMENTS = {
+    "augment": Experiment(augment.PRESETS, augment.run, augment.draw),
     "best-response": Experiment(best_response.PRESETS, best_response.run, best_response.draw),
     "shapes": Experiment(shapes.PRESETS, shapes.run, shapes.draw),
     "distill": Experiment(distill.PRESETS, distill.run, distilled_set.draw),

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import ArgumentError
 from . import plots, runs, text
-from .lstm_rows import SAMPLERS, Cell
+from .lstm_rows import SAMPLERS, LanguageCell
 from .options import Options, Preset
 
 Row = Literal[
@@ -121,8 +121,7 @@ def run(config: LSTM) -> Path:
     names = ["overfit"] if config.overfit else list(config.rows)
     for seed in config.all_seeds():
         for name in names:
-            cell = Cell(config, corpus, device, name, seed, folder / f"{name.replace(' ', '-')}-{seed}")
-            record.write(cell.result())
+            record.write(LanguageCell(config, device, name, seed, folder, corpus).result())
     rows = runs.read_rows(folder)
     values = ["validation perplexity", "test perplexity", "seconds"]
     if config.overfit:

@@ -1,9 +1,7 @@
-"""One row of the comparison of section 5.5, in a folder of its own, from which it goes on after a kill."""
+"""The rows of the comparison of section 5.5."""
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +17,8 @@ from ..losses import CrossEntropy
 from ..problem import Problem
 from ..solvers import Identity, Neumann
 from ..tuner import Tuner
-from . import language, runs, text
+from . import language, text
+from .cells import Cell
 from .language import LanguageModel, Regulariser
 
 if TYPE_CHECKING:
@@ -32,43 +31,23 @@ _APART = {"random": 0, "tpe": 1_000_000}
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One row of one seed, in a folder of its own: what has ended is not run again, and what was stopped goes on."""
+class LanguageCell(Cell):
+    """One row of one seed."""
 
     config: "LSTM"
     corpus: text.Corpus
-    device: torch.device
-    name: str
-    seed: int
-    folder: Path
 
-    def result(self) -> dict[str, Any]:
-        """The row, run now or before."""
-        path, settings = self.folder / "result.json", self._settings()
-        ended = _read(path)
-        if ended is None or ended.get("settings") != settings:
-            begun = _read(self.folder / "settings.json")
-            if begun != settings:
-                for name in ("run.pt", "metrics.jsonl", "search.db"):
-                    (self.folder / name).unlink(missing_ok=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            runs.write_whole(self.folder / "settings.json", settings)
-            torch.manual_seed(self.seed)
-            ended = {"settings": settings, "row": self._run()}
-            runs.write_whole(path, ended)
-        return {"row": self.name, "seed": self.seed, "folder": self.folder.name, **ended["row"]}
-
-    def _settings(self) -> dict[str, Any]:
-        config = runs.as_json(self.config)
-        left_out = ("preset", "seeds", "rows", "threads", "out", "data_dir", "save_every")
-        kept = {name: value for name, value in config.items() if name not in left_out}
+    def settings(self) -> dict[str, Any]:
+        """All that the row depends on."""
+        kept = super().settings()
         if self.name not in SAMPLERS:
             del kept["trials"]
         if self.name != "self-tuning network":
             del kept["response_cost"]
-        return {**kept, "row": self.name, "seed": self.seed}
+        return kept
 
-    def _run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
+        """Run the row."""
         if self.name == "overfit":
             return self._overfit()
         if self.name in SAMPLERS:
@@ -138,27 +117,8 @@ class Cell:
             seed=self.seed,
             callbacks=[callbacks.Evaluate(measure, every), Falling()],
         )
-        self._fit(tuner, train, val, max(1, steps // weight_steps), 1 if frozen else config.save_every)
+        self.fit(tuner, train, val, max(1, steps // weight_steps), 1 if frozen else config.save_every)
         return self._best(tuner.history, sum(p.numel() for p in given.hyperparameters.values()), frozen)
-
-    def _fit(
-        self,
-        tuner: Tuner,
-        train: list[language.Batch],
-        val: list[language.Batch],
-        hyper_steps: int,
-        save_every: int,
-    ) -> None:
-        """Run a tuner up to so many hyper-steps, from where it was saved, and leave its rows and its state."""
-        saved = self.folder / "run.pt"
-        tuner.callbacks += [
-            callbacks.JSONLines(self.folder / "metrics.jsonl"),
-            callbacks.Progress(),
-            callbacks.Checkpoint(saved, save_every),
-        ]
-        if saved.is_file():
-            tuner.load(saved)
-        tuner.fit(train, val, max(0, hyper_steps - tuner.hyper_step))
 
     def _best(self, history: list[dict[str, Any]], tuned: int, frozen: bool) -> dict[str, Any]:
         best = min((r for r in history if "val_perplexity" in r), key=lambda r: r["val_perplexity"])
@@ -215,7 +175,7 @@ class Cell:
         model = problem.model.eval()
         for p in problem.hyperparameters.values():
             p.requires_grad_(False)
-        decay = WeightDecay(model, initial=math.exp(-6)).to(self.device)
+        decay = WeightDecay(model, initial=math.exp(-8)).to(self.device)
         train, val = (self._ten(s) for s in (self.corpus.train, self.corpus.val))
 
         def train_loss(model: nn.Module, decay: nn.Module, batch: language.Batch) -> Tensor:
@@ -226,13 +186,14 @@ class Cell:
         curvature = GaussNewton(lambda m, _, b: m(b[0])[0], CrossEntropy(lambda batch: batch[1]), decay)
         tuner = Tuner(
             problem,
-            torch.optim.Adam(problem.weights.values(), 1e-2),
-            torch.optim.RMSprop(decay.parameters(), 0.1),
+            torch.optim.Adam(problem.weights.values(), 3e-3),
+            torch.optim.RMSprop(decay.parameters(), 0.05),
             Implicit(curvature=curvature),
             weight_steps=config.weight_steps,
+            clip_weights=1.0,
             seed=self.seed,
         )
-        self._fit(tuner, [train], [val], config.budget // config.weight_steps, config.save_every)
+        self.fit(tuner, [train], [val], config.budget // config.weight_steps, config.save_every)
         assert isinstance(model, LanguageModel)
         learnt = language.perplexity(model, [val])
         return {
@@ -281,10 +242,3 @@ def _with_one_rate(problem: Problem, values: dict[str, float]) -> Problem:
     for name, p in problem.hyperparameters.items():
         p.fill_(values["log_penalty" if name.startswith("log_penalties") else "logit"])
     return problem
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or not whole
-        return None

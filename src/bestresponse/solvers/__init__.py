@@ -6,13 +6,18 @@ They have never heard of problems or losses: ``Neumann(terms=20).solve(A, b)`` t
 from .base import Report, Solution, Solver, Status
 from .direct import Exact, Identity
 from .krylov import ConjugateGradient
+from .minimal_residual import GMRES, MINRES
 from .neumann import Neumann
+from .nystrom import Nystrom
 
 __all__ = [
+    "GMRES",
+    "MINRES",
     "ConjugateGradient",
     "Exact",
     "Identity",
     "Neumann",
+    "Nystrom",
     "Report",
     "Solution",
     "Solver",

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import _tree
 from .._tree import Tree
@@ -151,7 +151,12 @@ class Solver(ABC):
     A subclass writes `iterate`, which gets a right-hand side of norm one; checks, scaling, counting
     and warm starts are here. Solvers are frozen dataclasses: what one solve leaves to the next goes
     out in `Solution.memory` and comes in as ``memory``.
+
+    Attributes:
+        needs_definite: whether a start x with xᵀ(A + δI)x ≤ 0 is one that cannot be right.
     """
+
+    needs_definite: ClassVar[bool] = True
 
     def solve(
         self,
@@ -208,7 +213,7 @@ class Solver(ABC):
                 report = Report(Status.CONVERGED, A.products, 0, 0.0, warm=True)
                 return Solution(_tree.copy(start), report, memory)
             along = _tree.dot(start, b) - _tree.dot(start, remaining)
-            if not (ratio <= _SPOILED and along > 0.0):
+            if not (ratio <= _SPOILED and (along > 0.0 or not self.needs_definite)):
                 start, remaining, ratio = None, None, 1.0
         scale = size * ratio
         unit = _tree.scale(b, 1.0 / scale) if remaining is None else _tree.scale_(remaining, 1.0 / scale)

@@ -1,0 +1,102 @@
+"""The inverse of a low-rank approximation of the curvature."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
+
+_CONVERGED = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Nystrom(Solver):
+    """x = (Â + δI)⁻¹ b with the Nyström approximation of A from its products with a few random vectors.
+
+        Â = Y (Ωᵀ Y)⁺ Yᵀ,    Y = A Ω,  Ω: orthonormal [n, rank]
+
+    Its products do not depend on one another, and how well it does depends on the number of large eigenvalues of A and
+    not on how far apart they lie: it suits a curvature with a few large eigenvalues and a damping that stands for the
+    rest. ``rank`` products, and one for the residual that the report tells; 3 · rank vectors. At full rank it is the
+    exact solve. The random vectors are the same in each solve.
+
+    Args:
+        rank: the number of products; ≥ 1.
+        damping: δ ≥ 0. Zero leaves out what Â does not see, and gives the least-squares solution.
+
+    Reference: Hataya and Yamada (2023); Frangella, Tropp and Udell (2023).
+    """
+
+    rank: int = 10
+    damping: float = 1e-2
+
+    def __post_init__(self) -> None:
+        require_integer("Nystrom.rank", self.rank, 1)
+        require_number("Nystrom.damping", self.damping)
+        require(0 <= self.damping < math.inf, "Nystrom.damping", "≥ 0 and finite", self.damping)
+
+    def shift(self, memory: object) -> float:
+        return self.damping
+
+    def iterate(self, system: System) -> Solution:
+        b = _tree.flatten(system.b)
+        rank = min(self.rank, len(b))
+        sketch = _orthonormal(len(b), rank, b)
+        products = [_tree.flatten(system.A(_tree.unflatten(column, system.b))) for column in sketch.T]
+        images = torch.stack(products, dim=1)
+        zero = _tree.zeros_like(system.b)
+        if not bool(torch.isfinite(images).all()):
+            return Solution(zero, Report(Status.NOT_FINITE, rank, rank, 1.0))
+        basis, values = _eigen(sketch, images)
+        inside = basis.T @ b
+        seen = _inverse(values + self.damping, torch.finfo(b.dtype).eps * math.sqrt(len(b))) * inside.double()
+        flat = torch.zeros_like(b)
+        if self.damping and rank < len(b):  # what Â does not see has the damping as its curvature
+            flat = b.div(self.damping)
+            seen = seen - inside.double() / self.damping
+        x = _tree.unflatten(flat.addmv_(basis, seen.to(b.dtype)), system.b)
+        left = system.residual(x, self.damping)
+        residual = _tree.norm(left)
+        status = Status.CONVERGED if residual <= _CONVERGED * system.target else Status.STEP_LIMIT
+        if not residual <= system.target:
+            status, x, residual = Status.DIVERGED, zero, 1.0
+        report = Report(
+            status,
+            rank + 1,
+            rank,
+            residual,
+            damping=self.damping or None,
+            curvature=(float(values[0]), float(values[-1])),
+            detail="" if status is not Status.DIVERGED else "the approximation is worse than none",
+        )
+        return Solution(x, report, residual=left if not status.failed else None)
+
+
+def _orthonormal(n: int, rank: int, like: Tensor) -> Tensor:
+    """The same random orthonormal columns each time, [n, rank]."""
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(n, rank, generator=generator, dtype=like.dtype)
+    q: Tensor = torch.linalg.qr(columns.to(like.device))[0]
+    return q
+
+
+def _eigen(sketch: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvectors [n, rank] and eigenvalues of Â, in rising order: with Y = QR, those of R (ΩᵀY)⁺ Rᵀ."""
+    core = (sketch.T @ images).double()
+    q, r = torch.linalg.qr(images)
+    r = r.double()
+    values, vectors = torch.linalg.eigh((core + core.T) / 2)
+    half = r @ vectors
+    eps = torch.finfo(images.dtype).eps
+    small = half @ torch.diag(_inverse(values, eps * math.sqrt(len(images)))) @ half.T
+    values, vectors = torch.linalg.eigh((small + small.T) / 2)
+    return q @ vectors.to(q.dtype), values
+
+
+def _inverse(values: Tensor, precision: float) -> Tensor:
+    """1 / values, and zero where they are rounding."""
+    kept = values.abs() > 4.0 * precision * values.abs().max()
+    return torch.where(kept, 1.0 / torch.where(kept, values, 1.0), 0.0)
