@@ -110,6 +110,12 @@ def test_an_option_outranks_its_preset(tmp_path):
         ("split", ("--seeds", 0), "--seeds must be positive"),
         ("lstm", ("--rows",), "--rows must name a row"),
         ("augment", ("--rows",), "--rows must name a row"),
+        (
+            "augment",
+            ("--rows", "identity", "no tuning", "identity"),
+            "each once; got identity, no tuning, id",
+        ),
+        ("augment", ("--batch", 1), "--train and --batch must be 2 at least"),
         ("augment", ("--warmup", 120), "--steps must leave a hyper-step after --warmup; got 120 after 120"),
         ("augment", ("--wrong-labels", 1.5), "--wrong-labels must be a share"),
         ("augment", ("--pooling", 3), "--pooling must leave 4×4 pixels; got 3"),
@@ -474,3 +480,38 @@ def test_ten_images_teach_what_is_asked_of_them(name, least, tmp_path, data_fold
         reproduce("distill", "--preset", "cpu", "--data", name, "--data-dir", data_folder, "--out", out) == 0
     )
     assert result_of(out)["headline"]["test accuracy"] >= least
+
+
+def interrupted(monkeypatch, at, run):
+    """A run that is interrupted at the end of a hyper-step, before it could be saved."""
+
+    def stop(self, tuner):
+        if tuner.hyper_step == at:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(br.callbacks.Checkpoint, "__call__", stop)
+        return run()
+
+
+def test_a_row_that_was_stopped_before_it_was_saved_has_no_row_twice(tmp_path, monkeypatch):
+    def run():
+        return reproduce("augment", *SMALL["augment"], "--rows", "identity", "--out", tmp_path)
+
+    assert interrupted(monkeypatch, 3, run) == 130
+    assert len(runs.read_rows(tmp_path / "identity-0")) == 3
+    assert run() == 0
+    assert [row["hyper_step"] for row in runs.read_rows(tmp_path / "identity-0")] == [1, 2, 3, 4]
+
+
+def test_a_row_of_other_options_is_run_anew_even_where_those_were_stopped(tmp_path, monkeypatch):
+    def run(*options):
+        return reproduce("augment", *SMALL["augment"], "--rows", "identity", *options, "--out", tmp_path)
+
+    assert run() == 0
+    first, rows = numbers_of(tmp_path), runs.read_rows(tmp_path / "identity-0")
+    assert interrupted(monkeypatch, 2, lambda: run("--hyper-rate", 0.3)) == 130
+    assert run() == 0
+    assert numbers_of(tmp_path) == first
+    again = runs.read_rows(tmp_path / "identity-0")
+    assert [r["val_loss"] for r in again] == [r["val_loss"] for r in rows]

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from . import data, plots, runs
 from .augment_rows import UNTUNED, ImageCell, Sets
+from .cells import check_rows
 from .options import Options, Preset
 
 Row = Literal[
@@ -58,7 +59,7 @@ class Augment(Options):
     validation_batch: int = 250
     """Validation images in a hyper-step."""
     steps: int = 120
-    """Weight steps in all."""
+    """Weight steps in all; the last ones that are too few for a hyper-step are not made."""
     warmup: int = 40
     """Weight steps before the first hyper-step."""
     weight_steps: int = 5
@@ -80,7 +81,8 @@ class Augment(Options):
     beside: bool = False
     """Train on the images as they are, too, beside the changed ones."""
     rows: tuple[Row, ...] = ROWS
-    """The rows of the table; an untuned network stays as the others begin."""
+    """The rows of the table; an untuned network stays as the others begin. "3 Neumann" is the sum of four terms at
+    three products, and "3 unrolled" looks three steps ahead, which at a minimum is a sum of three."""
     save_every: int = 10
     """Hyper-steps between two saved states."""
 
@@ -137,8 +139,12 @@ def run(config: Augment) -> Path:
         (*sizes, "weight_rate", "hyper_rate", "save_every"),
         ("noise", "wrong_labels", "warmup", "decay", "hyper_clip", "bound", "initial"),
     )
-    if not config.rows:
-        raise ArgumentError("--rows must name a row at least; got none.")
+    check_rows(config.rows)
+    if min(config.train, config.batch) < 2:
+        raise ArgumentError(
+            f"--train and --batch must be 2 at least, since batch norm needs two images; got {config.train} and "
+            f"{config.batch}."
+        )
     if config.warmup + config.weight_steps > config.steps:
         raise ArgumentError(
             f"--steps must leave a hyper-step after --warmup; got {config.steps} after {config.warmup}, with "
@@ -166,7 +172,7 @@ def run(config: Augment) -> Path:
 
 
 def sets(config: Augment, images: data.Images, seed: int) -> Sets:
-    """Training, validation and test images, each pixel with deviation one over the training set."""
+    """Training, validation and test images, with deviation one in each channel of the training images."""
     (x, y), (x_val, y_val) = images.draw(config.train, config.validation, seed=seed)
     x, x_val, x_test = (F.avg_pool2d(part, config.pooling) for part in (x, x_val, images.x_test))
     scale = x.std(dim=(0, 2, 3), keepdim=True)

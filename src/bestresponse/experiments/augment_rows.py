@@ -137,7 +137,7 @@ class ImageCell(Cell):
         }
 
     def _problem(self) -> tuple[Problem, Losses]:
-        """The same networks for each row; without tuning, images and weights are left as they are."""
+        """The same networks for each row; that of "no tuning" leaves the images as they are."""
         config, (channels, height, width) = self.config, self.sets.train[0].shape[1:]
         model = models.make(config.network, (channels, height, width), self.sets.classes)
         augmenter = weights = None

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from .. import callbacks
+from ..errors import ArgumentError
 from ..tuner import Callback, Tuner
 from . import runs
 
-_STATE = ("run.pt", "metrics.jsonl", "search.db")
+# The result first: without it a kill in between leaves a row that is run anew.
+_STATE = ("result.json", "run.pt", "metrics.jsonl", "search.db", "images.safetensors")
 # Options that do not change a row.
 _ASIDE = ("preset", "seeds", "rows", "threads", "out", "data_dir", "save_every")
 
@@ -62,7 +64,12 @@ class Cell(ABC):
         """All that the row depends on; where it is another one, the row is run anew."""
         config = runs.as_json(self.config)
         kept = {name: value for name, value in config.items() if name not in _ASIDE}
-        return {**kept, "row": self.name, "seed": self.seed}
+        return {
+            **kept,
+            "row": self.name,
+            "seed": self.seed,
+            "version": runs.versions()["bestresponse"],
+        }
 
     @abstractmethod
     def run(self) -> dict[str, Any]:
@@ -72,16 +79,25 @@ class Cell(ABC):
         self, tuner: Tuner, train: Iterable[Any], val: Iterable[Any], hyper_steps: int, save_every: int
     ) -> None:
         """Run a tuner up to so many hyper-steps, from where it was saved, and leave its rows and its state."""
-        saved = self.folder / "run.pt"
+        saved, metrics = self.folder / "run.pt", self.folder / "metrics.jsonl"
         tuner.callbacks += [
-            callbacks.JSONLines(self.folder / "metrics.jsonl"),
+            callbacks.JSONLines(metrics),
             callbacks.Progress(),
             callbacks.Checkpoint(saved, save_every),
             *self.watch,
         ]
         if saved.is_file():
             tuner.load(saved)
+        callbacks.replace_text(metrics, "".join(callbacks.to_json(row) + "\n" for row in tuner.history))
         tuner.fit(train, val, max(0, hyper_steps - tuner.hyper_step))
+
+
+def check_rows(rows: Sequence[str]) -> None:
+    """Raise where a table would have no row, or one twice."""
+    if not rows or len(set(rows)) < len(rows):
+        raise ArgumentError(
+            f"--rows must name a row at least, and each once; got {', '.join(rows) or 'none'}."
+        )
 
 
 def _read(path: Path) -> Any:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..errors import ArgumentError
 from . import plots, runs, text
+from .cells import check_rows
 from .lstm_rows import SAMPLERS, LanguageCell
 from .options import Options, Preset
 
@@ -112,8 +112,7 @@ def run(config: LSTM) -> Path:
     positive = ("units", "batch", "length", "budget", "weight_steps", "weight_rate", "clip", "hyper_rate")
     more = ("trials", "hyper_cost", "response_cost", "save_every")
     device = config.begin((*positive, *more), ("words", "train_words", "terms"))
-    if not config.rows:
-        raise ArgumentError("--rows must name a row at least; got none.")
+    check_rows(config.rows)
     corpus = text.load(config.data, config.data_dir, config.words, config.train_words)
     kind = "overfit" if config.overfit else "rates"
     folder = config.out or Path("runs") / f"lstm-{config.data}-{kind}"
