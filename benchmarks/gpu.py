@@ -450,8 +450,8 @@ def epochs(device: torch.device, experiment: str, dry: bool, seconds: float, fol
     row: dict[str, Any] = {"experiment": name, "hyper-steps": len(rows), "epochs": made}
     row["seconds an epoch"] = rows[-1]["seconds"] / made
     for key in ("train_loss", "val_loss"):
-        for words_, part in (("first", rows[:tenth]), ("last", rows[-tenth:])):
-            row[f"{key.replace('_', ' ')}, {words_}"] = sum(r[key] for r in part) / tenth
+        for which, part in (("first", rows[:tenth]), ("last", rows[-tenth:])):
+            row[f"{key.replace('_', ' ')}, {which}"] = sum(r[key] for r in part) / tenth
     return row
 
 
@@ -467,8 +467,8 @@ def main() -> int:
     device = torch.device("cpu" if options.dry_run else "cuda")
     card = "no GPU (dry run)" if options.dry_run else torch.cuda.get_device_name()
     options.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"card": card, "versions": versions(), "agreement": [], "checks": [], "cost": []}
-    result["epochs"] = []
+    tables = ("agreement", "checks", "cost", "epochs")
+    result: dict[str, Any] = {"card": card, "versions": versions(), **{key: [] for key in tables}}
 
     def report(key: str, row: dict[str, Any]) -> None:
         result[key].append(row)
@@ -507,7 +507,7 @@ def main() -> int:
             report("epochs", row)
         except Exception as error:
             report("checks", failed(experiment, error))
-    for key in ("agreement", "checks", "cost", "epochs"):
+    for key in tables:
         print(f"\n{table(result[key])}")
     print(f"\n{card}; written to {options.out}")
     return sum(not row["passed"] for key in ("agreement", "checks") for row in result[key])

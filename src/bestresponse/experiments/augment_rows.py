@@ -21,13 +21,14 @@ from ..tuner import Tuner
 from ..unrolled import Unrolled
 from . import models
 from .cells import Cell
+from .classification import Batch, val_loss
 
 if TYPE_CHECKING:
     from .augment import Augment
 
-Batch = tuple[Tensor, Tensor]
 UNTUNED = ("no tuning", "untuned network")
 _SHOWN, _SAMPLES = 8, 64
+_MEASURED = ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss")
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,6 @@ class Losses:
         """The training loss."""
         return self.output_loss(self.predict(model, hyper, batch), batch) + self.rest(model, hyper, batch)
 
-    def val(self, model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-        """The validation loss: cross-entropy of the images as they are."""
-        return F.cross_entropy(model(batch[0]), batch[1])
-
 
 @dataclass(frozen=True)
 class ImageCell(Cell):
@@ -106,7 +103,7 @@ class ImageCell(Cell):
         """Train, tune and measure."""
         config = self.config
         problem, losses = self._problem()
-        model, learned, _ = problem.model, problem.hyper, problem.weights
+        learned = problem.hyper
         tuned = self.name not in UNTUNED
         hyper_steps = (config.steps - config.warmup) // config.weight_steps
         optimizer = torch.optim.SGD(problem.weights.values(), config.weight_rate, momentum=0.9, nesterov=True)
@@ -123,17 +120,15 @@ class ImageCell(Cell):
             seed=self.seed,
             callbacks=[callbacks.Evaluate(self._measured, max(1, hyper_steps // 30))],
         )
-        train, val = (
-            self._batches(self.sets.train, config.batch),
-            self._batches(self.sets.val, config.validation_batch),
-        )
+        train = self._batches(self.sets.train, config.batch)
+        val = self._batches(self.sets.val, config.validation_batch)
         self.fit(tuner, train, val, hyper_steps, config.save_every)
-        ended = self._measured(model, learned)
+        ended = tuner.history[-1]
         return {
             "hyperparameters": sum(p.numel() for p in learned.parameters()) if tuned else 0,
-            **{name.replace("_", " "): value for name, value in ended.items()},
+            **{name.replace("_", " "): ended[name] for name in _MEASURED},
             **self._changes(learned),
-            "seconds": tuner.history[-1]["seconds"],
+            "seconds": ended["seconds"],
         }
 
     def _problem(self) -> tuple[Problem, Losses]:
@@ -148,7 +143,7 @@ class ImageCell(Cell):
             weights = ExampleWeights(_scores(channels))
         losses = Losses(config.decay, config.beside)
         model, learned = model.to(self.device), Learned(augmenter, weights).to(self.device)
-        return Problem(model, learned, losses.train, losses.val), losses
+        return Problem(model, learned, losses.train, val_loss), losses
 
     def _method(self, losses: Losses) -> Method:
         rate = self.config.weight_rate
@@ -165,11 +160,10 @@ class ImageCell(Cell):
 
     def _hyper_optimizer(self, learned: nn.Module, tuned: bool) -> torch.optim.Optimizer:
         config, parameters = self.config, list(learned.parameters())
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            parameters, config.hyper_rate if tuned else 0.0, momentum=0.9
-        )
-        if config.optimizer == "rmsprop" and tuned:
-            optimizer = torch.optim.RMSprop(parameters, config.hyper_rate)
+        rate = config.hyper_rate if tuned else 0.0
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, rate, momentum=0.9)
+        if config.optimizer == "rmsprop":
+            optimizer = torch.optim.RMSprop(parameters, rate)
         if config.hyper_clip:
 
             def clip(*_: Any) -> None:
@@ -183,16 +177,12 @@ class ImageCell(Cell):
         size = min(size, len(batch[0]))
         return DataLoader(TensorDataset(*batch), size, shuffle=True, drop_last=True, generator=generator)
 
-    @torch.no_grad()
     def _measured(self, model: nn.Module, _: nn.Module) -> dict[str, float]:
-        training = model.training
-        model.eval()
         found = {}
         for name, (x, y) in (("validation", self.sets.val), ("test", self.sets.test)):
             logits = torch.cat([model(part) for part in torch.split(x, 1000)])
             found[f"{name}_accuracy"] = float(logits.argmax(dim=1).eq(y).float().mean())
             found[f"{name}_loss"] = float(F.cross_entropy(logits, y))
-        model.train(training)
         return found
 
     @torch.no_grad()
