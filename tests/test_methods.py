@@ -1,10 +1,14 @@
+import functools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import bestresponse as br
 import cases
 from bestresponse import _tree
+from bestresponse.solvers.direct import dense
 from bestresponse.testing import check_method, differences
 
 # Solvers that reach the exact answer, with the tolerance that they should reach.
@@ -111,6 +115,9 @@ SOLVERS = [
     br.Exact(),
     br.Exact(damping=0.1),
     br.Exact(damping=1.0),
+    br.solvers.SOBA(5, 0.1),
+    br.solvers.SOBA(5, 0.4),
+    br.solvers.SOBA(5),
 ]
 SYSTEMS = {
     "definite": lambda: (lambda c: (c.problem, c.train, c.val))(cases.ridge()),
@@ -119,27 +126,76 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the linear solve ended", "ignore:Exact needs an invertible")
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize(
-    "curvature", [br.Hessian(), br.FiniteDifference(), br.FiniteDifference(1e-5)], ids=repr
-)
-@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
-def test_every_solver_on_every_curvature(solver, curvature, system):
-    """dL_V/dλ = ∂L_V/∂λ − x ∂²L_T/∂w∂λ, with x from the dense curvature and all of it from differences."""
+def split(case):
+    """The parts of a case's training loss: predict, loss of the outputs, losses of the examples, and the rest."""
+    if case == "definite":
+        squares = lambda z, b: (z - b[1]).square() / 2  # noqa: E731
+        rest = lambda m, h, b: (h.log_decay.exp() * m.weight.square()).sum() / 2  # noqa: E731
+        return lambda m, h, b: m(b[0])[:, 0], squares, rest
+    losses = lambda z, b: F.cross_entropy(z, b[1], reduction="none")  # noqa: E731
+    return lambda m, h, b: m(b[0]), losses, lambda m, h, b: h(m)
+
+
+def curvature_of(kind, case):
+    predict, losses, rest = split(case)
+    mean = lambda z, b: losses(z, b).mean()  # noqa: E731
+    return {
+        "Hessian": lambda: br.Hessian(),
+        "Hessian, forward": lambda: br.Hessian(mode="forward"),
+        "FiniteDifference": lambda: br.FiniteDifference(),
+        "FiniteDifference, step": lambda: br.FiniteDifference(1e-5),
+        "GaussNewton": lambda: br.GaussNewton(predict, mean, rest),
+        "EmpiricalFisher": lambda: br.EmpiricalFisher(lambda m, h, b: losses(predict(m, h, b), b), rest),
+        "KFAC": lambda: br.KFAC(predict, mean, rest),
+    }[kind]()
+
+
+CURVATURES = [
+    "Hessian",
+    "Hessian, forward",
+    "FiniteDifference",
+    "FiniteDifference, step",
+    "GaussNewton",
+    "EmpiricalFisher",
+    "KFAC",
+]
+
+
+@functools.cache
+def known(system):
+    """A system, with all that its hypergradient is made of but the curvature, from differences."""
+    torch.manual_seed(0)
     problem, train, val = SYSTEMS[system]()
-    weights = {n: w.detach() for n, w in problem.weights.items()}
-    matrix = differences(problem, train, problem.weights)
     mixed = differences(problem, train, problem.hyperparameters)
     live = [*problem.weights.values(), *problem.hyperparameters.values()]
     with problem.undisturbed() as passes:
         gradients = torch.autograd.grad(passes.val_loss(val), live, allow_unused=True)
     filled = [torch.zeros_like(p) if g is None else g for p, g in zip(live, gradients, strict=True)]
-    b = dict(zip(weights, filled, strict=False))
-    direct = torch.cat([g.view(-1) for g in filled[len(weights) :]])
-    x = solver.solve(lambda v: _tree.unflatten(matrix @ _tree.flatten(v), weights), b).x
+    b = dict(zip(problem.weights, filled, strict=False))
+    direct = torch.cat([g.view(-1) for g in filled[len(b) :]])
+    return problem, train, val, b, direct, mixed
+
+
+@functools.cache
+def matrix_of(kind, system):
+    problem, train, _, b, *_ = known(system)
+    if kind.startswith(("Hessian", "FiniteDifference")):
+        return differences(problem, train, problem.weights)
+    with problem.undisturbed() as passes:  # tests of their own compare these with their definitions
+        return dense(curvature_of(kind, system).linearise(passes, train), b)
+
+
+@pytest.mark.filterwarnings("ignore:the linear solve ended", "ignore:Exact needs an invertible")
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("kind", CURVATURES)
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_every_solver_on_every_curvature(solver, kind, system):
+    """dL_V/dλ = ∂L_V/∂λ − x ∂²L_T/∂w∂λ, with x from the dense curvature and all of it from differences."""
+    problem, train, val, b, direct, mixed = known(system)
+    matrix = matrix_of(kind, system)
+    x = solver.solve(lambda v: _tree.unflatten(matrix @ _tree.flatten(v), b), b).x
     expected = direct - _tree.flatten(x) @ mixed
-    h = br.hypergradient(problem, train, val, br.Implicit(solver, curvature))
+    h = br.hypergradient(problem, train, val, br.Implicit(solver, curvature_of(kind, system)))
     assert torch.allclose(
         _tree.flatten(h.total), expected, rtol=1e-5, atol=1e-15 + 1e-6 * float(expected.abs().max())
     )
@@ -383,8 +439,8 @@ def test_a_warm_method_made_anew_in_a_loop_is_found_out_once():
 
 def test_repr_prints_the_resolved_method():
     assert repr(br.Implicit()) == (
-        "Implicit(solver=ConjugateGradient(max_steps=4, tolerance=1e-06, damping=None, recycle=0, diagonal=False), "
-        "curvature=Hessian(), warm_start=True, estimate_error=True)"
+        "Implicit(solver=ConjugateGradient(max_steps=4, tolerance=1e-06, damping=None, recycle=0, diagonal=False, "
+        "preconditioner=None), curvature=Hessian(mode='reverse'), warm_start=True, estimate_error=True)"
     )
     assert not br.Implicit(br.ConjugateGradient()).warm_start
 

@@ -13,7 +13,8 @@ SOURCE = Path(br.__file__).parent
 LAYERS = [
     ["errors", "_tree", "_graph", "_random"],
     ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
-    ["curvature", "gauss_newton", "empirical_fisher", "result"],
+    ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
+    ["empirical_fisher", "kronecker", "kfac", "result"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
     ["callbacks", "_requirements", "_stream", "checkpoint", "tuner", "baselines"],
     ["testing"],

@@ -3,11 +3,13 @@
 from . import callbacks, hypernetworks, hyperparameters, losses, rules, solvers, testing
 from .baselines import SearchResult, search
 from .batches import Batches
-from .curvature import Curvature, FiniteDifference, Hessian, Linearisation
+from .curvature import FiniteDifference, Hessian
 from .empirical_fisher import EmpiricalFisher
 from .errors import BestResponseWarning, Error
 from .gauss_newton import GaussNewton
 from .implicit import Direct, Implicit, Method, backward, hypergradient
+from .kfac import KFAC
+from .linearisation import Curvature, Linearisation
 from .penalty import Penalty
 from .problem import Problem
 from .result import Hypergradient
@@ -20,6 +22,7 @@ __version__ = "0.1.0"
 
 
 __all__ = [
+    "KFAC",
     "MINRES",
     "SAMA",
     "Batches",

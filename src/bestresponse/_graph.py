@@ -5,6 +5,7 @@ Autograd does not raise by itself when a first derivative cannot be differentiat
 as zeros or too small. So the graph is searched for the nodes that are known to do so.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,8 @@ _WAYS_OUT = (
         "register a parametrization of your own that computes g * v / v.norm() with plain operations, or use "
         "Implicit(curvature=FiniteDifference())",
     ),
+    ("jvp function", "use Hessian(), whose products go in reverse mode, or FiniteDifference()"),
+    ("forward AD", "use Hessian(), whose products go in reverse mode, or FiniteDifference()"),
     ("CuDNN", "run the loss under torch.backends.cudnn.flags(enabled=False)"),
     ("", "write the operation with twice differentiable ones, or use Implicit(curvature=FiniteDifference())"),
 )
@@ -61,6 +64,14 @@ def leaves(loss: Tensor, until: Iterable[Tensor] = ()) -> set[int]:
     """The identities of the leaves (parameters) that a loss depends on."""
     found = {id(node.variable) for node in nodes([loss], until) if hasattr(node, "variable")}
     return found | {id(loss)} if loss.is_leaf else found
+
+
+def uses(tensors: Iterable[Tensor]) -> Counter[int]:
+    """How often each leaf is an argument in the graphs that made ``tensors``, by its identity."""
+    counts: Counter[int] = Counter()
+    for node in nodes(tensors):
+        counts.update(id(f.variable) for f, _ in node.next_functions if hasattr(f, "variable"))
+    return counts
 
 
 def refuse_reentrant(loss: Tensor) -> None:
@@ -221,5 +232,12 @@ def second_derivative_error(operation: str, reason: str) -> SecondDerivativeErro
 def _is_missing_derivative(error: RuntimeError) -> bool:
     """Whether torch raised because a second derivative does not exist."""
     text = str(error)
-    signs = ("not implemented", "double backward", "Double backward", "differentiate twice")
+    signs = (
+        "not implemented",
+        "double backward",
+        "Double backward",
+        "differentiate twice",
+        "forward AD",
+        "jvp function",
+    )
     return any(sign in text for sign in signs)

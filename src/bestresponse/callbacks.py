@@ -67,7 +67,7 @@ class Evaluate:
         if tuner.hyper_step % self.every and tuner.hyper_step != tuner.last_hyper_step:
             return
         problem = tuner.problem
-        with problem.undisturbed() as passes, passes.eval_mode(), torch.no_grad():
+        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad():
             values = self.function(problem.model, problem.hyper)
         tuner.history[-1].update({name: float(value) for name, value in values.items()})
 

@@ -4,11 +4,10 @@ At (w, λ) the training gradient g(w, λ) = ∂L_T/∂w has two derivatives, the
 term ∂g/∂λ. Both are used as maps of one vector v over the weights: v ↦ A v and v ↦ v · ∂g/∂λ.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,61 +15,20 @@ from torch import Tensor
 from . import _graph, _tree
 from ._tree import Tree
 from .batches import Batches
-from .errors import ArgumentError, ArgumentTypeError, EvaluationError
+from .errors import ArgumentError
+from .forward_mode import ForwardOverReverse
+from .linearisation import (
+    Curvature,
+    Linearisation,
+    reached_weights,
+    warn_of_power_iterations,
+    warn_of_unreached,
+)
 from .passes import Passes, refuse_max_norm
 from .problem import Problem
 from .solvers.base import require, require_number
 
 _KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu")
-
-
-class Linearisation(ABC):
-    """The training gradient of one batch, linearised at the present weights and hyperparameters.
-
-    Calling it is the product v ↦ A v, so a solver takes it as it is. Vectors are dicts with a tensor
-    for each weight in `names`: weights that the training loss does not reach have no best response,
-    and are left out.
-
-    Attributes:
-        names: the weights in the linear system.
-        reached: the identities of the leaves that the training loss depends on.
-        detail: what the solve's report should say of it.
-    """
-
-    names: list[str]
-    reached: set[int]
-    detail: str = ""
-
-    @abstractmethod
-    def __call__(self, v: Tree) -> Tree:
-        """A v."""
-
-    @abstractmethod
-    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
-        """V · ∂²L_T/∂w∂λ by hyperparameter, None where λ does not reach the training gradient.
-
-        With ``last`` it is the last call: what the linearisation held is freed.
-        """
-
-    def in_turn(self) -> Callable[[Tree], Tree]:
-        """Products with the curvature of one batch at a time, each with the next of several."""
-        raise ArgumentError(
-            "a solver with fresh_batches=True needs several training batches; got one. Pass Batches([...])."
-        )
-
-
-class Curvature(ABC):
-    """Which matrix stands for the curvature of the training loss."""
-
-    @abstractmethod
-    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
-        """Linearise the training gradient of ``batch`` at the present weights and hyperparameters."""
-
-
-def require_curvature(owner: str, value: object) -> None:
-    """Raise for a method's argument that is no curvature."""
-    if not isinstance(value, Curvature):
-        raise ArgumentTypeError(f"{owner}.curvature must be a curvature, such as Hessian(); got {value!r}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +38,26 @@ class Hessian(Curvature):
     The training gradient's graph is built once; a product is one backward pass through it, and its
     memory does not grow with the number of products.
 
+    Args:
+        mode: "reverse", or "forward" for A v as the derivative of the gradient along v, by forward-mode differentiation
+            of the whole backward pass: each product is a forward and a backward pass on dual numbers and keeps no
+            graph. It takes less memory, and less time where there are one or two products; it asks for a
+            forward-mode derivative of every operation and of its backward.
+
     Raises:
-        SecondDerivativeError: an operation of the training loss has no second derivative.
+        SecondDerivativeError: an operation of the training loss has no second derivative, or none in that mode.
+
+    Reference: Pearlmutter (1994), whose R-operator is the forward mode.
     """
 
+    mode: Literal["reverse", "forward"] = "reverse"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("reverse", "forward"):
+            raise ArgumentError(f'Hessian.mode must be "reverse" or "forward"; got {self.mode!r}.')
+
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
-        return _DoubleBackward(passes, batch)
+        return _DoubleBackward(passes, batch) if self.mode == "reverse" else ForwardOverReverse(passes, batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +81,8 @@ class FiniteDifference(Curvature):
     """
 
     step: float | None = None
+
+    twice = False
 
     def __post_init__(self) -> None:
         if self.step is not None:
@@ -216,18 +190,6 @@ def linearise(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation
     return system
 
 
-def warn_of_unreached(problem: Problem, names: Iterable[str]) -> None:
-    """Name the weights that the training loss does not depend on, once; raise where it depends on none."""
-    reached = set(names)
-    refuse_no_weights(problem, reached)
-    if missing := problem.weights.keys() - reached:
-        problem.warn_once(
-            "unreached weights",
-            f"train_loss does not reach the weights {sorted(missing)[:10]}: they have no best response, and are "
-            "left out.",
-        )
-
-
 class _Mean(Linearisation):
     """The weighted mean of the linearisations of several batches, all kept, or one at a time made anew."""
 
@@ -288,37 +250,6 @@ class _Mean(Linearisation):
                 yield self._parts[number]
             else:
                 yield self._curvature.linearise(self._passes, self._batches.batches[number])
-
-
-def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
-    """The weights that the training loss depends on."""
-    names = [n for n, w in problem.weights.items() if id(w) in reached]
-    refuse_no_weights(problem, names)
-    return names
-
-
-def refuse_no_weights(problem: Problem, names: Collection[str]) -> None:
-    """Raise where the training loss depends on none."""
-    if not names:
-        frozen = [n for n, w in problem.weights.items() if not w.requires_grad]
-        why = f"; {frozen[:5]} no longer require a gradient" if frozen else ""
-        raise EvaluationError(
-            f"train_loss must depend on a weight of the model; it reaches none of {list(problem.weights)[:5]}"
-            f"{why}. Compute it from the model that is passed in, without detach() or no_grad()."
-        )
-
-
-def warn_of_power_iterations(problem: Problem) -> None:
-    """Warn once of spectral normalisation in training mode, whose second derivative leaves a part out."""
-    for name, module in problem.model.named_modules():
-        hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values()]
-        if module.training and ("SpectralNorm" in hooks or type(module).__name__ == "_SpectralNorm"):
-            problem.warn_once(
-                "spectral norm",
-                f"spectral_norm at {name!r} takes its singular vectors as constants, so that second derivatives "
-                "in training mode are off by some percent. FiniteDifference(), SAMA and Penalty take the whole of it.",
-            )
-            return
 
 
 def _warn_of_kinks(problem: Problem, loss: Tensor, weights: Mapping[str, Tensor]) -> None:

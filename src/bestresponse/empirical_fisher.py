@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .curvature import Curvature, Linearisation
 from .errors import ArgumentTypeError, EvaluationError
-from .gauss_newton import GaussNewton, Rest, check_rest
+from .gauss_newton import GaussNewton
+from .linearisation import Curvature, Linearisation
 from .passes import Passes
+from .split_loss import Rest, check_rest
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,16 +12,26 @@ from torch.optim import Optimizer
 from . import _graph, _tree
 from ._tree import Tree
 from .batches import weighted
-from .curvature import Curvature, Hessian, Linearisation, linearise, require_curvature
+from .curvature import Hessian, linearise
 from .errors import ArgumentTypeError, DivergedError, EvaluationError
+from .linearisation import Curvature, Linearisation, require_curvature
 from .passes import Passes
 from .problem import MethodState, Problem
-from .result import Hypergradient, failure
+from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
 from .solvers import ConjugateGradient, Solution, Solver
 
 
 class Method(ABC):
-    """A way to compute the hypergradient. Methods are values; what they remember is the problem's."""
+    """A way to compute the hypergradient. Methods are values; what they remember is the problem's.
+
+    Attributes:
+        twice: whether it differentiates the training loss twice; else the losses keep their fast backends, whose
+            backward has no derivative.
+    """
+
+    @property
+    def twice(self) -> bool:
+        return True
 
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
@@ -86,31 +96,6 @@ def backward(
     return result
 
 
-@torch.inference_mode(False)
-def accumulate(problem: Problem, result: Hypergradient) -> None:
-    """Add a hypergradient into ``.grad``."""
-    for name, parameter in problem.hyperparameters.items():
-        if parameter.grad is None:
-            parameter.grad = result.total[name].clone()
-        else:
-            parameter.grad.add_(result.total[name])
-
-
-def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
-    """Raise for NaN or infinity in a hypergradient, by name."""
-    if bad := _tree.not_finite(result.total):
-        raise EvaluationError(
-            f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}. Look for sqrt, log, powers "
-            "or division at zero in what train_loss makes of them; else use more damping or a smaller step."
-        )
-
-
-def warn_of_failure(problem: Problem, result: Hypergradient) -> None:
-    """Warn of a failed solve, the first time that a status comes up."""
-    if result.solve is not None and result.solve.status.failed:
-        problem.warn_once(result.solve.status, failure(result.solve))
-
-
 def differentiate(
     problem: Problem,
     train_batch: Any,
@@ -130,7 +115,7 @@ def differentiate(
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
-    with _graph.freed_graphs_told(), problem.undisturbed(seed, known) as passes:
+    with _graph.freed_graphs_told(), problem.undisturbed(seed, known, method.twice) as passes:
         return method.differentiate(passes, train_batch, val_batch)
 
 
@@ -206,6 +191,10 @@ class Implicit(Method):
             )
         require_curvature("Implicit", self.curvature)
 
+    @property
+    def twice(self) -> bool:
+        return self.curvature.twice
+
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch)
@@ -213,7 +202,7 @@ class Implicit(Method):
         refuse_unreached(problem, direct, system.reached)
         b = {n: val_gradient[n] for n in system.names}
         del val_gradient
-        solution = self._solve(problem, system, b)
+        solution = self._solve(passes, train_batch, system, b)
         missing = self._missing(system, solution, b)
         del b
         indirect = {n: None if x is None else -x for n, x in system.mixed(solution.x).items()}
@@ -239,8 +228,9 @@ class Implicit(Method):
         of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
         return of_residual * _tree.norm(solution.x) / _tree.norm(b)
 
-    def _solve(self, problem: Problem, system: Linearisation, b: Tree) -> Solution:
+    def _solve(self, passes: Passes, batch: Any, system: Linearisation, b: Tree) -> Solution:
         assert self.solver is not None
+        problem = passes.problem
         state = problem.state(self)
         if self.warm_start:
             problem.meet(self)
@@ -249,8 +239,10 @@ class Implicit(Method):
         diagonal = (
             problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) is True else None
         )
+        make_inverse = getattr(getattr(solver, "preconditioner", None), "inverse", None)
+        inverse = None if make_inverse is None else make_inverse(passes, batch)
         products = system.in_turn() if getattr(solver, "fresh_batches", False) else system
-        return solver.solve(products, b, start=start, memory=state.memory, diagonal=diagonal)
+        return solver.solve(products, b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +252,8 @@ class Direct(Method):
     It is what remains where the weights do not respond, or are computed from λ inside the loss, as
     by a hypernetwork.
     """
+
+    twice = False
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem

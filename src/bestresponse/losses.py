@@ -68,6 +68,19 @@ class CrossEntropy:
 
         return product
 
+    @torch.no_grad()
+    def output_root(self, outputs: Tensor, batch: Any) -> Callable[[Tensor], Tensor]:
+        """The map ξ ↦ S ξ with S Sᵀ = H at logits [..., C]: a row √(1/N) (√p ⊙ ξ − p (√p · ξ))."""
+        counted = self._targets(outputs, batch) != self.ignore_index
+        share = (counted.to(outputs.dtype) / counted.sum()).sqrt().unsqueeze(-1)
+        p = outputs.softmax(-1)
+
+        def product(xi: Tensor) -> Tensor:
+            weighed = p.sqrt() * xi
+            return weighed.sub_(p * weighed.sum(-1, keepdim=True)).mul_(share)
+
+        return product
+
     def _targets(self, outputs: Tensor, batch: Any) -> Tensor:
         if not isinstance(outputs, Tensor) or outputs.ndim == 0:
             raise ArgumentTypeError(

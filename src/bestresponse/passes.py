@@ -1,6 +1,6 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from . import _graph, _random
@@ -29,17 +30,23 @@ class Passes:
     an error. Each pass starts from the same buffers and the same random state, so that all of them see
     the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
     state of its own. Torch's recurrent modules run without cuDNN, whose backward has no derivative and
-    refuses eval mode.
+    refuses eval mode. For second derivatives attention runs by its math backend, which alone has any, and recurrent
+    modules without oneDNN, whose backward is slow to differentiate.
 
     Attributes:
         problem: whose losses they are.
         weight_optimizer: what trains the weights, for methods that look at its state; None if not known.
+        twice: whether the losses will be differentiated twice.
     """
 
     def __init__(
-        self, problem: "Problem", seed: int | None = None, weight_optimizer: Optimizer | None = None
+        self,
+        problem: "Problem",
+        seed: int | None = None,
+        weight_optimizer: Optimizer | None = None,
+        twice: bool = True,
     ) -> None:
-        self.problem, self.weight_optimizer = problem, weight_optimizer
+        self.problem, self.weight_optimizer, self.twice = problem, weight_optimizer, twice
         self._seed = seed
         self._carried: Buffers = {}
         self._number = 0
@@ -65,7 +72,11 @@ class Passes:
         with self._stack:
             self._stack.enter_context(torch.inference_mode(False))
             self._stack.enter_context(torch.enable_grad())
-            self._stack.enter_context(_without_cudnn(m for m in modules if isinstance(m, nn.RNNBase)))
+            recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
+            off = [torch.backends.cudnn, torch.backends.mkldnn] if self.twice else [torch.backends.cudnn]
+            self._stack.enter_context(_without(off, recurrent))
+            if self.twice:
+                self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if self._seed is not None:
                 _random.seed_all(self._seed)
                 self._replayed = _random.snapshot()
@@ -210,18 +221,19 @@ def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _without_cudnn(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Turn cuDNN off while one of these modules runs, and leave it to all others."""
-    cudnn = torch.backends.cudnn
-    before: list[bool] = []
+def _without(backends: Sequence[Any], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Turn backends off while one of these modules runs, and leave them to all others."""
+    before: list[list[bool]] = []
 
     def begin(*_: object) -> None:
-        before.append(cudnn.enabled)
-        cudnn.enabled = False
+        before.append([backend.enabled for backend in backends])
+        for backend in backends:
+            backend.enabled = False
 
     def end(*_: object) -> None:
         if before:
-            cudnn.enabled = before.pop()
+            for backend, enabled in zip(backends, before.pop(), strict=True):
+                backend.enabled = enabled
 
     with ExitStack() as stack:
         stack.callback(end)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from . import _graph, _tree
 from ._tree import Tree
-from .curvature import warn_of_unreached
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, refuse_unreached
+from .linearisation import warn_of_unreached
 from .passes import Passes, refuse_max_norm
 from .problem import MethodState, Problem
 from .result import Hypergradient
@@ -80,6 +80,8 @@ class Penalty(Method):
                 "Penalty.rule must be gradient descent, rules.SGD(...), since the steps of others do not cancel "
                 f"between the two sets of weights; got {self.rule!r}."
             )
+
+    twice = False
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem

@@ -154,9 +154,11 @@ class Problem:
                         total[name] += diagonal
         return total
 
-    def undisturbed(self, seed: int | None = None, weight_optimizer: Optimizer | None = None) -> "Passes":
-        """A context in which the losses can be run without a trace."""
-        return Passes(self, seed, weight_optimizer)
+    def undisturbed(
+        self, seed: int | None = None, weight_optimizer: Optimizer | None = None, twice: bool = True
+    ) -> "Passes":
+        """A context in which the losses can be run without a trace, and differentiated ``twice``."""
+        return Passes(self, seed, weight_optimizer, twice)
 
 
 @dataclass

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import _tree
+from .errors import EvaluationError
+from .problem import Problem
 from .solvers import Report
 
 _SHOWN = 12
@@ -78,3 +81,28 @@ def skipped(number: int) -> str:
         f"hyper-step {number} is skipped, since its hypergradient failed. (Said once; `stepped` in the history tells "
         "of each. Where all are skipped, use a smaller step, more damping, or another method.)"
     )
+
+
+@torch.inference_mode(False)
+def accumulate(problem: Problem, result: Hypergradient) -> None:
+    """Add a hypergradient into ``.grad``."""
+    for name, parameter in problem.hyperparameters.items():
+        if parameter.grad is None:
+            parameter.grad = result.total[name].clone()
+        else:
+            parameter.grad.add_(result.total[name])
+
+
+def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
+    """Raise for NaN or infinity in a hypergradient, by name."""
+    if bad := _tree.not_finite(result.total):
+        raise EvaluationError(
+            f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}. Look for sqrt, log, powers "
+            "or division at zero in what train_loss makes of them; else use more damping or a smaller step."
+        )
+
+
+def warn_of_failure(problem: Problem, result: Hypergradient) -> None:
+    """Warn of a failed solve, the first time that a status comes up."""
+    if result.solve is not None and result.solve.status.failed:
+        problem.warn_once(result.solve.status, failure(result.solve))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .curvature import Curvature, FiniteDifference, linearise, require_curvature
+from .curvature import FiniteDifference, linearise
 from .errors import ArgumentTypeError, EvaluationError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
+from .linearisation import Curvature, require_curvature
 from .passes import Passes
 from .result import Hypergradient
 from .rules import Rule, like
@@ -50,6 +51,10 @@ class SAMA(Method):
                 f"SAMA.rule must be an update rule, such as rules.Adam(); got {self.rule!r}."
             )
         require_curvature("SAMA", self.curvature)
+
+    @property
+    def twice(self) -> bool:
+        return self.curvature.twice
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem

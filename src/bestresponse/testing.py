@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import _tree
 from ._tree import Tree
-from .curvature import Curvature
 from .implicit import Method, hypergradient
+from .linearisation import Curvature
 from .problem import Problem
 from .solvers import Solution, Solver, Status
 from .solvers.direct import dense

@@ -10,8 +10,8 @@ from torch import Tensor
 from . import _graph
 from ._tree import Tree
 from .batches import Batches, weighted
-from .curvature import warn_of_power_iterations, warn_of_unreached
 from .errors import ArgumentError, DivergedError, NotFiniteError
+from .linearisation import warn_of_power_iterations, warn_of_unreached
 from .passes import Buffers, Passes, refuse_max_norm
 from .rules import Rule, Setting
 from .tuned_settings import Settings

@@ -20,19 +20,10 @@ from ._stream import Stream
 from .batches import weighted
 from .callbacks import Checkpoint
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
-from .implicit import (
-    Implicit,
-    Method,
-    accumulate,
-    attempt,
-    check_method,
-    differentiate,
-    refuse_not_finite,
-    warn_of_failure,
-)
+from .implicit import Implicit, Method, attempt, check_method, differentiate
 from .passes import checked_loss
 from .problem import Problem
-from .result import Hypergradient, failure, skipped
+from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
 from .solvers.base import require_integer
 
 WeightStep = Callable[[Problem, Any], None]
@@ -243,7 +234,7 @@ class Tuner:
         problem = self.problem
         if not isinstance(optimizer, Optimizer):
             optimizer(problem, batch)
-            with problem.undisturbed() as passes:
+            with problem.undisturbed(twice=False) as passes:
                 return passes.train_loss(batch).detach()
         weights = list(problem.weights.values())
         optimizer.zero_grad(set_to_none=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from .. import callbacks
 from ..baselines import search
@@ -184,16 +185,22 @@ class LanguageCell(Cell):
 
         problem = Problem(model, decay, train_loss, language.val_loss)
         curvature = GaussNewton(lambda m, _, b: m(b[0])[0], CrossEntropy(lambda batch: batch[1]), decay)
+        weight_optimizer = torch.optim.Adam(problem.weights.values(), 3e-3)
+        hyper_optimizer = torch.optim.RMSprop(decay.parameters(), 0.05)
+        steps = config.budget // config.weight_steps
+        # At constant rates both losses jump to the end.
         tuner = Tuner(
             problem,
-            torch.optim.Adam(problem.weights.values(), 3e-3),
-            torch.optim.RMSprop(decay.parameters(), 0.05),
+            weight_optimizer,
+            hyper_optimizer,
             Implicit(curvature=curvature),
             weight_steps=config.weight_steps,
+            weight_scheduler=CosineAnnealingLR(weight_optimizer, steps * config.weight_steps),
+            hyper_scheduler=CosineAnnealingLR(hyper_optimizer, steps),
             clip_weights=1.0,
             seed=self.seed,
         )
-        self.fit(tuner, [train], [val], config.budget // config.weight_steps, config.save_every)
+        self.fit(tuner, [train], [val], steps, config.save_every)
         assert isinstance(model, LanguageModel)
         learnt = language.perplexity(model, [val])
         return {

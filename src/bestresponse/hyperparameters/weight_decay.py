@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
@@ -143,8 +144,11 @@ def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
     """(1/p) Σ exp(rate) |w|ᵖ for one tensor, with a graph that holds the two tensors and no more.
 
     Its two gradients are two nodes, each of which sees one of the tensors as its input and takes the other
-    from a box. So autograd leaves out the one that is not asked for, which it can't do inside a node.
+    from a box. So autograd leaves out the one that is not asked for, which it can't do inside a node. Dual numbers
+    take plain operations.
     """
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate)):  # type: ignore[no-untyped-call]
+        return (rate.exp() * _power(w, power)).sum() / power
     of_weights: Tensor = _ToWeights.apply(w, (rate,), power)  # type: ignore[no-untyped-call]
     of_rates: Tensor = _ToRates.apply(rate, (w,), power)  # type: ignore[no-untyped-call]
     return of_weights + of_rates

@@ -9,10 +9,12 @@ from .krylov import ConjugateGradient
 from .minimal_residual import GMRES, MINRES
 from .neumann import Neumann
 from .nystrom import Nystrom
+from .stochastic import SOBA
 
 __all__ = [
     "GMRES",
     "MINRES",
+    "SOBA",
     "ConjugateGradient",
     "Exact",
     "Identity",

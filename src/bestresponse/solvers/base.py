@@ -11,8 +11,10 @@ from .._tree import Tree
 from ..errors import ArgumentError, ArgumentTypeError
 
 Product = Callable[[Tree], Tree]
-
-_SPOILED = 10.0
+# Maps a damping δ to r ↦ M⁻¹ r, with M near A + δI.
+Inverse = Callable[[float], Product]
+# The relative residual to stop at, or a function of the number of solves before that tells it.
+Tolerance = float | Callable[[int], float]
 
 
 class Status(StrEnum):
@@ -109,7 +111,7 @@ class System:
         residual: x ↦ b − (A + δI) x, computed anew from what the caller gave, at one product.
         target: turns a tolerance relative to the caller's right-hand side into one relative to this
             ``b``, which is the first residual where the solve starts warm.
-        diagonal, memory: as given to `Solver.solve`.
+        diagonal, inverse, memory: as given to `Solver.solve`.
     """
 
     A: Product
@@ -118,6 +120,7 @@ class System:
     target: float
     diagonal: Tree | None
     memory: Mapping[str, Any]
+    inverse: Inverse | None = None
 
 
 class Counted:
@@ -154,9 +157,11 @@ class Solver(ABC):
 
     Attributes:
         needs_definite: whether a start x with xᵀ(A + δI)x ≤ 0 is one that cannot be right.
+        spoiled: the residual, in units of that of zero, above which a start is dropped.
     """
 
     needs_definite: ClassVar[bool] = True
+    spoiled: ClassVar[float] = 10.0
 
     def solve(
         self,
@@ -166,6 +171,7 @@ class Solver(ABC):
         start: Tree | None = None,
         memory: Mapping[str, Any] | None = None,
         diagonal: Tree | None = None,
+        inverse: Inverse | None = None,
     ) -> Solution:
         """Solve A x = b.
 
@@ -173,11 +179,13 @@ class Solver(ABC):
             A: maps a dict of tensors v to the product A v, of the same layout.
             b: the right-hand side, a dict of tensors.
             start: a first guess. Its residual costs one product. A guess x that is spoiled is dropped:
-                where xᵀ(A + δI)x ≤ 0, or the residual is above ten times that of zero. (One between one
+                where xᵀ(A + δI)x ≤ 0, or the residual is above ``spoiled`` times that of zero. (One between one
                 and ten times is kept: with a batch of its own for each solve, a good guess is the mean of
                 earlier solutions, and its residual on one batch is nearly always above that of zero.)
             memory: `Solution.memory` of an earlier solve with this solver.
             diagonal: an estimate of A's diagonal, or of its known part, with entries ≥ 0.
+            inverse: maps a damping δ to a preconditioner r ↦ M⁻¹ r, symmetric and positive definite, with M near
+                A + δI; a solver that takes none ignores it, as it does a diagonal.
 
         Returns:
             The solution with its report. A failed solve returns its best iterate and says so.
@@ -185,6 +193,8 @@ class Solver(ABC):
         Raises:
             ArgumentError: b is not finite, or A(v) does not fit v.
         """
+        if callable(getattr(self, "tolerance", None)):
+            return self._solve_in_turn(A, b, start, dict(memory or {}), diagonal, inverse)
         if bad := _tree.not_finite(b):
             raise ArgumentError(
                 f"the right-hand side must be finite; got NaN or infinity in {bad[:5]}. "
@@ -193,7 +203,25 @@ class Solver(ABC):
         size = _tree.norm(b)
         if size == 0.0:
             return Solution(_tree.zeros_like(b), Report(Status.CONVERGED, 0, 0, 0.0), dict(memory or {}))
-        return self.attempt(Counted(A), b, size, start, dict(memory or {}), diagonal)
+        return self.attempt(
+            Counted(A), b, size, start, dict(memory or {}), diagonal=diagonal, inverse=inverse
+        )
+
+    def _solve_in_turn(
+        self,
+        A: Product,
+        b: Tree,
+        start: Tree | None,
+        memory: dict[str, Any],
+        diagonal: Tree | None,
+        inverse: Inverse | None,
+    ) -> Solution:
+        """`solve` with the tolerance that a function gives for this solve, by how many there were before."""
+        number = memory.pop("solves", 0)
+        solver: Any = self
+        now: Solver = replace(solver, tolerance=solver.tolerance(number))
+        solution = now.solve(A, b, start=start, memory=memory, diagonal=diagonal, inverse=inverse)
+        return replace(solution, memory={**solution.memory, "solves": number + 1})
 
     def attempt(
         self,
@@ -202,7 +230,9 @@ class Solver(ABC):
         size: float,
         start: Tree | None,
         memory: dict[str, Any],
+        *,
         diagonal: Tree | None,
+        inverse: Inverse | None,
     ) -> Solution:
         """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
         remaining, ratio = None, 1.0
@@ -213,7 +243,7 @@ class Solver(ABC):
                 report = Report(Status.CONVERGED, A.products, 0, 0.0, warm=True)
                 return Solution(_tree.copy(start), report, memory)
             along = _tree.dot(start, b) - _tree.dot(start, remaining)
-            if not (ratio <= _SPOILED and (along > 0.0 or not self.needs_definite)):
+            if not (ratio <= self.spoiled and (along > 0.0 or not self.needs_definite)):
                 start, remaining, ratio = None, None, 1.0
         scale = size * ratio
         unit = _tree.scale(b, 1.0 / scale) if remaining is None else _tree.scale_(remaining, 1.0 / scale)
@@ -223,7 +253,7 @@ class Solver(ABC):
             left = add_damping(A(whole), whole, damping)
             return _tree.add(_tree.scale(b, 1.0 / scale), left, -1.0)
 
-        solution = self.iterate(System(A, unit, residual, 1.0 / ratio, diagonal, memory))
+        solution = self.iterate(System(A, unit, residual, 1.0 / ratio, diagonal, memory, inverse))
         del unit
         x = _tree.scale_(solution.x, scale)
         if start is not None:
@@ -268,6 +298,20 @@ def require_number(name: str, value: object) -> None:
         raise ArgumentTypeError(
             f"{name} must be a number; got {type(value).__name__} {value!r}. Pass a Python float or int."
         )
+
+
+def require_tolerance(name: str, value: object) -> None:
+    """Raise for a tolerance that is neither a number ≥ 0 nor a function of the number of solves before."""
+    if callable(value):
+        return
+    require_number(name, value)
+    require(value >= 0, name, "≥ 0", value)  # type: ignore[operator]
+
+
+def at_present(tolerance: Tolerance) -> float:
+    """The tolerance of this solve: `Solver.solve` has put a number in the place of a function."""
+    assert not callable(tolerance)
+    return tolerance
 
 
 def require_integer(name: str, value: object, minimum: int) -> None:

@@ -66,6 +66,9 @@ class Exact(Solver):
         if not bool(torch.isfinite(matrix := dense(system.A, system.b)).all()):
             zero = _tree.zeros_like(system.b)
             return Solution(zero, Report(Status.NOT_FINITE, products=n, steps=0, residual=1.0))
+        # A weight whose gradient no other moves, by decree (the row of a padding index), moves no other's either.
+        apart = ~(matrix - torch.diag(matrix.diag())).any(dim=1)
+        matrix[:, apart] = torch.diag(matrix.diag())[:, apart]
         values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
         damped = values + self.damping
         precision = min(torch.finfo(flat_b.dtype).eps, torch.finfo(torch.float32).eps)

@@ -5,13 +5,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
-
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError
-from .base import Counted, Report, Solution, Solver, Status, System, require, require_integer, require_number
-from .preconditioning import Pair, Preconditioner, diagonal_inverse, estimated_diagonal, pair, quasi_newton
+from ..errors import ArgumentError, ArgumentTypeError
+from .base import (
+    Counted,
+    Report,
+    Solution,
+    Solver,
+    Status,
+    System,
+    Tolerance,
+    at_present,
+    require,
+    require_integer,
+    require_number,
+    require_tolerance,
+)
+from .conjugate_run import Run
+from .preconditioning import (
+    Pair,
+    Preconditioner,
+    checked,
+    diagonal_inverse,
+    estimated_diagonal,
+    pair,
+    quasi_newton,
+)
 
 _CHECK_EVERY = 10
 # The residual of a good iterate exceeds that of zero on an ill-conditioned system, but hardly by this much.
@@ -36,7 +56,8 @@ class ConjugateGradient(Solver):
 
     Args:
         max_steps: the largest number of steps, one product each; ≥ 1.
-        tolerance: the relative residual to stop at; ≥ 0.
+        tolerance: the relative residual to stop at; ≥ 0. Or a function of the number of solves before this one,
+            as in ``lambda k: 0.1 * 0.9**k``: the first hypergradients of a run need not be exact.
         damping: δ ≥ 0. None chooses it: 1e-4 of the curvature along the first right-hand side, raised
             tenfold (and above the negative curvature that was met) each time a solve meets negative
             curvature or diverges, after which the solve begins again; halved after each solve that does
@@ -48,21 +69,25 @@ class ConjugateGradient(Solver):
             where it knows one; or with an "estimate" of A's whole diagonal, which costs eight products at
             first and one each later call, and is averaged over the last twenty or so. With ``recycle`` it
             is the initial matrix.
+        preconditioner: M⁻¹ as a function r ↦ M⁻¹ r of dicts of tensors, symmetric and positive definite; or a
+            curvature with an inverse, such as `KFAC`, which `bestresponse.Implicit` takes at the weights and the
+            batch of each call. With ``recycle`` it is the initial matrix. A first solve that has yet to choose its
+            damping goes without.
 
-    Reference: Hestenes and Stiefel (1952); for hypergradients, Pedregosa (2016); for ``recycle``, Morales
-    and Nocedal (2000); for the estimate of the diagonal, Bekas, Kokiopoulou and Saad (2007).
+    Reference: Hestenes and Stiefel (1952); for hypergradients, and tolerances that shrink, Pedregosa (2016); for
+    ``recycle``, Morales and Nocedal (2000); for the estimate of the diagonal, Bekas, Kokiopoulou and Saad (2007).
     """
 
     max_steps: int = 20
-    tolerance: float = 1e-6
+    tolerance: Tolerance = 1e-6
     damping: float | None = 0.0
     recycle: int = 0
     diagonal: bool | Literal["estimate"] = False
+    preconditioner: Any = None
 
     def __post_init__(self) -> None:
         require_integer("ConjugateGradient.max_steps", self.max_steps, 1)
-        require_number("ConjugateGradient.tolerance", self.tolerance)
-        require(self.tolerance >= 0, "ConjugateGradient.tolerance", "≥ 0", self.tolerance)
+        require_tolerance("ConjugateGradient.tolerance", self.tolerance)
         if self.damping is not None:
             require_number("ConjugateGradient.damping", self.damping)
             required = "≥ 0 and finite, or None"
@@ -71,6 +96,16 @@ class ConjugateGradient(Solver):
         if not isinstance(self.diagonal, bool) and self.diagonal != "estimate":
             raise ArgumentError(
                 f'ConjugateGradient.diagonal must be True, False or "estimate"; got {self.diagonal!r}.'
+            )
+        known = self.preconditioner is None or callable(self.preconditioner) or self._makes_inverses
+        if not known or isinstance(self.preconditioner, type):
+            raise ArgumentTypeError(
+                "ConjugateGradient.preconditioner must be a function r -> M⁻¹r, or a curvature that has an inverse, "
+                f"such as KFAC(predict, loss, rest); got {self.preconditioner!r}."
+            )
+        if self.preconditioner is not None and self.diagonal:
+            raise ArgumentError(
+                "ConjugateGradient takes a preconditioner or a diagonal; got both. Leave one of them out."
             )
 
     def opening(self) -> Solver:
@@ -89,25 +124,25 @@ class ConjugateGradient(Solver):
         size: float,
         start: Tree | None,
         memory: dict[str, Any],
-        diagonal: Tree | None,
+        **known: Any,
     ) -> Solution:
         if self.damping is not None:
-            return super().attempt(A, b, size, start, memory, diagonal)
+            return super().attempt(A, b, size, start, memory, **known)
         # A start is a solution under the damping that came with it; without that it says nothing.
         start = start if "damping" in memory else None
-        solution = super().attempt(A, b, size, start, memory, diagonal)
+        solution = super().attempt(A, b, size, start, memory, **known)
         for _ in range(_RAISES):
             if solution.report.status not in _UNDERDAMPED:
                 break
             # A start that an indefinite system made is worth nothing to the one with more damping.
-            solution = super().attempt(A, b, size, None, solution.memory, diagonal)
+            solution = super().attempt(A, b, size, None, solution.memory, **known)
             detail = "the damping was raised: there was negative curvature, or hardly any"
             solution = replace(solution, report=replace(solution.report, detail=detail))
         return solution
 
     def iterate(self, system: System) -> Solution:
         damping = None if self._chooses_now(system) else self.shift(system.memory)
-        run = _Run(system.b, system.target if self._preconditioned else None)
+        run = Run(system.b, system.target if self._preconditioned else None)
         precondition = self._preconditioner(system, damping)
         z = precondition(run.r)
         p, rz = _tree.copy(z), _tree.dot(run.r, z)
@@ -140,8 +175,10 @@ class ConjugateGradient(Solver):
             p = _tree.add_(_tree.scale_(p, rz / previous), z)
         return self._finish(run, system, damping or 0.0)
 
-    def _goes_on(self, run: "_Run", target: float) -> bool:
-        return run.residual > max(self.tolerance * target, run.floor) and run.step < self.max_steps
+    def _goes_on(self, run: Run, target: float) -> bool:
+        return (
+            run.residual > max(at_present(self.tolerance) * target, run.floor) and run.step < self.max_steps
+        )
 
     def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
         """The same for the whole solve. A solve that has yet to choose its damping has none.
@@ -154,6 +191,15 @@ class ConjugateGradient(Solver):
             system.memory = {**system.memory, "diagonal": estimate}
             diagonal = estimate[0]
         initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
+        if self._makes_inverses:
+            if system.inverse is None:
+                raise ArgumentError(
+                    f"the preconditioner {self.preconditioner!r} needs a problem and a batch: solve through "
+                    "Implicit(...), or give its inverse to solve."
+                )
+            initial = None if damping is None else system.inverse(damping)
+        elif self.preconditioner is not None:
+            initial = checked(self.preconditioner)
         pairs = _kept_pairs(system) if self.recycle else []
         if pairs and damping is not None:
             return quasi_newton(pairs, initial)
@@ -161,14 +207,19 @@ class ConjugateGradient(Solver):
 
     @property
     def _preconditioned(self) -> bool:
-        return bool(self.diagonal or self.recycle)
+        return bool(self.diagonal or self.recycle or self.preconditioner)
+
+    @property
+    def _makes_inverses(self) -> bool:
+        """Whether the preconditioner is a curvature, of which the caller makes the inverse."""
+        return hasattr(self.preconditioner, "inverse")
 
     def _chooses_now(self, system: System) -> bool:
         return self.damping is None and "damping" not in system.memory
 
-    def _finish(self, run: "_Run", system: System, damping: float) -> Solution:
+    def _finish(self, run: Run, system: System, damping: float) -> Solution:
         target = system.target
-        converged = max(self.tolerance * target, run.floor)
+        converged = max(at_present(self.tolerance) * target, run.floor)
         status = run.status
         if status is Status.STEP_LIMIT and run.residual <= converged:
             status = Status.CONVERGED
@@ -206,102 +257,9 @@ class _Opening(ConjugateGradient):
 
     least: int = 0
 
-    def _goes_on(self, run: "_Run", target: float) -> bool:
+    def _goes_on(self, run: Run, target: float) -> bool:
         wanted = run.step < self.least or run.residual > _FIRST_RESIDUAL * target
         return wanted and super()._goes_on(run, target)
-
-
-class _Run:
-    """The iterate, its residual (in the place of b), and the best of them; what was met on the way."""
-
-    def __init__(self, b: Tree, preconditioned_target: float | None) -> None:
-        self.x, self.r = _tree.zeros_like(b), b
-        self.step = 0
-        self.residual = self.smallest = 1.0
-        self.lowest, self.highest = math.inf, -math.inf
-        self.status = Status.STEP_LIMIT
-        self.pairs: list[Pair] = []
-        # The tridiagonal matrix of the Lanczos process in its factors: 1/α_j and β_j.
-        self.pivots: list[float] = []
-        self.ratios: list[float] = []
-        self._kept: Tree | None = None
-        eps = max(torch.finfo(x.dtype).eps for x in b.values())
-        self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in b.values())
-        # Steps along a residual of this size change nothing in the sum, and its square may underflow. A
-        # preconditioner mixes the entries of a residual below the precision of b, which makes it rounding.
-        self.floor = eps * eps if preconditioned_target is None else eps * preconditioned_target
-        # Whether the coefficients have stopped to be those of the Lanczos process.
-        self.at_rounding = False
-        # The smallest and the largest pᵀ(A + δI)p by the norm that the preconditioner makes.
-        self._least, self._most = math.inf, 0.0
-
-    @property
-    def best(self) -> Tree:
-        """The iterate with the smallest residual, which is the present one unless another was kept."""
-        return self.x if self._kept is None else self._kept
-
-    def accepts(self, along: float, square: float, damping: float, rz: float | None) -> bool:
-        """Whether the curvature along a direction is positive, beyond rounding.
-
-        With a preconditioner rᵀz stands for pᵀp: it makes curvatures alike that lie far apart in A.
-        """
-        if not math.isfinite(along) or not square > 0.0:
-            self.status = Status.NOT_FINITE
-            return False
-        curvature = along / square
-        self.lowest, self.highest = min(self.lowest, curvature), max(self.highest, curvature)
-        scaled = (along + damping * square) / (rz or square)
-        earlier, self._most = self._least, max(self._most, scaled)
-        self._least = min(earlier, scaled)
-        rounding = self._precision * self._most
-        if earlier <= rounding:
-            # A step was made along a curvature that now shows to be rounding: nothing of it can be trusted.
-            self._kept, self.smallest = _tree.zeros_like(self.x), 1.0
-        elif scaled > rounding:
-            return True
-        self.status = Status.NEGATIVE_CURVATURE
-        return False
-
-    def ritz_values(self, damping: float) -> tuple[float, float] | None:
-        """The smallest and largest eigenvalue of A on the Krylov space, from the coefficients of the iteration."""
-        size = len(self.pivots)
-        before = [0.0, *(ratio * pivot for ratio, pivot in zip(self.ratios, self.pivots, strict=False))]
-        diagonal = [pivot + more for pivot, more in zip(self.pivots, before, strict=False)]
-        beside = [math.sqrt(max(b, 0.0)) * p for b, p in zip(self.ratios, self.pivots, strict=False)][
-            : size - 1
-        ]
-        if not size or not all(map(math.isfinite, [*diagonal, *beside])):
-            return None
-        matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-        if beside:
-            off = torch.diag(torch.tensor(beside, dtype=torch.float64), 1)
-            matrix = matrix + off + off.T
-        values = torch.linalg.eigvalsh(matrix)
-        return float(values[0]) - damping, float(values[-1]) - damping
-
-    def recompute(self, residual: Tree, p: Tree, product: Tree, step: float, damping: float) -> None:
-        """Take the residual that was computed anew; where the recurrence has drifted from it, conjugacy is lost."""
-        _tree.add_(_tree.add_(self.r, product, -step), p, -step * damping)
-        drift = _tree.norm(_tree.add_(self.r, residual, -1.0))
-        self.at_rounding = self.at_rounding or not drift <= 0.1 * _tree.norm(residual)
-        self.r = residual
-
-    def advance(self, p: Tree, step: float) -> None:
-        self.step += 1
-        _tree.add_(self.x, p, step)
-
-    def measure(self, p: Tree, step: float) -> bool:
-        """Measure the residual; keep the iterate before this one where it was the best."""
-        self.residual = _tree.norm(self.r)
-        if self.residual <= self.smallest:
-            self.smallest, self._kept = self.residual, None
-        elif self._kept is None:
-            # The first iterate's predecessor is zero, exactly: a huge step would leave rounding in its place.
-            self._kept = _tree.zeros_like(p) if self.step == 1 else _tree.add(self.x, p, -step)
-        if not math.isfinite(self.residual):
-            self.status = Status.NOT_FINITE
-            return False
-        return True
 
 
 def _kept_pairs(system: System) -> list[Pair]:

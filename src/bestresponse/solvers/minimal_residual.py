@@ -13,10 +13,13 @@ from .base import (
     Solver,
     Status,
     System,
+    Tolerance,
     add_damping,
+    at_present,
     require,
     require_integer,
     require_number,
+    require_tolerance,
 )
 
 # What a solve may leave of the right-hand side and still count as one, as for the dense inverse.
@@ -28,7 +31,7 @@ class _MinimalResidual(Solver):
     """What the two methods share: arguments, damping, and how an end is told."""
 
     max_steps: int = 20
-    tolerance: float = 1e-6
+    tolerance: Tolerance = 1e-6
     damping: float = 0.0
 
     needs_definite = False
@@ -36,10 +39,9 @@ class _MinimalResidual(Solver):
     def __post_init__(self) -> None:
         name = type(self).__name__
         require_integer(f"{name}.max_steps", self.max_steps, 1)
-        for argument in ("tolerance", "damping"):
-            value = getattr(self, argument)
-            require_number(f"{name}.{argument}", value)
-            require(0 <= value < math.inf, f"{name}.{argument}", "≥ 0 and finite", value)
+        require_tolerance(f"{name}.tolerance", self.tolerance)
+        require_number(f"{name}.damping", self.damping)
+        require(0 <= self.damping < math.inf, f"{name}.damping", "≥ 0 and finite", self.damping)
 
     def shift(self, memory: object) -> float:
         return self.damping
@@ -48,7 +50,7 @@ class _MinimalResidual(Solver):
         self, system: System, x: Tree, residual: float, steps: int, exhausted: bool, ritz: list[float]
     ) -> Solution:
         """The solution; ``exhausted``: no further step can bring the residual down."""
-        goal = system.target * self.tolerance
+        goal = system.target * at_present(self.tolerance)
         status, detail = Status.CONVERGED if residual <= goal else Status.STEP_LIMIT, ""
         if exhausted and residual > goal:
             status = Status.CONVERGED if residual <= _LEFT * system.target else Status.DIVERGED
@@ -83,7 +85,7 @@ class MINRES(_MinimalResidual):
 
     Args:
         max_steps: the largest number of steps; ≥ 1.
-        tolerance: the residual, relative to b, to stop at; ≥ 0.
+        tolerance: the residual, relative to b, to stop at; ≥ 0. Or a function of the number of solves before.
         damping: δ ≥ 0.
 
     Reference: Paige and Saunders (1975).
@@ -98,7 +100,7 @@ class MINRES(_MinimalResidual):
         alphas: list[float] = []
         betas: list[float] = []
         eps = max(torch.finfo(part.dtype).eps for part in v.values())
-        while steps < self.max_steps and phi > system.target * self.tolerance:
+        while steps < self.max_steps and phi > system.target * at_present(self.tolerance):
             y = add_damping(system.A(v), v, self.damping)
             alpha = _tree.dot(v, y)
             if not math.isfinite(alpha):
@@ -146,7 +148,7 @@ class GMRES(_MinimalResidual):
 
     Args:
         max_steps: the largest number of steps, and of vectors kept; ≥ 1.
-        tolerance: the residual, relative to b, to stop at; ≥ 0.
+        tolerance: the residual, relative to b, to stop at; ≥ 0. Or a function of the number of solves before.
         damping: δ ≥ 0.
 
     Reference: Saad and Schultz (1986).
@@ -157,7 +159,7 @@ class GMRES(_MinimalResidual):
         columns: list[list[float]] = []
         residual, weights, exhausted = 1.0, torch.zeros(0, dtype=torch.float64), False
         eps = max(torch.finfo(part.dtype).eps for part in system.b.values())
-        while len(columns) < self.max_steps and residual > system.target * self.tolerance:
+        while len(columns) < self.max_steps and residual > system.target * at_present(self.tolerance):
             y = add_damping(system.A(basis[-1]), basis[-1], self.damping)
             size, column = _tree.norm(y), [0.0] * len(basis)
             if not math.isfinite(size):

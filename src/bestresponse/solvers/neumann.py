@@ -59,7 +59,7 @@ class Neumann(Solver):
     def iterate(self, system: System) -> Solution:
         if self.scale is not None:
             return self._series(system, float(self.scale), {})
-        top, vector = _largest_curvature(system, system.memory.get("vector"))
+        top, vector = largest_curvature(system, _REFRESH)
         if not math.isfinite(top):
             report = Report(Status.NOT_FINITE, 0, 0, 1.0)
             return Solution(_tree.scale_(system.b, 0.0), report, {})
@@ -130,12 +130,15 @@ class Neumann(Solver):
         return Solution(_tree.scale_(total, scale), report, memory, left)
 
 
-def _largest_curvature(system: System, vector: Tree | None) -> tuple[float, Tree]:
-    """The largest |eigenvalue| that the right-hand side sees, by power iteration, from below."""
-    start = system.b
+def largest_curvature(system: System, refresh: int) -> tuple[float, Tree]:
+    """The largest |eigenvalue| that the right-hand side sees, by power iteration, from below, and its vector.
+
+    Eight products where the memory of the system holds no vector; else ``refresh``.
+    """
+    start, vector = system.b, system.memory.get("vector")
     products = _FIRST_ESTIMATE
     if vector is not None and _tree.same_layout(vector, start):
-        start, products = _tree.add(vector, start), _REFRESH
+        start, products = _tree.add(vector, start), refresh
     size = _tree.norm(start)
     top = 0.0
     for _ in range(products):

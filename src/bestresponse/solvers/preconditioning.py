@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
+from ..errors import ArgumentError
 from .base import Product
 
 _FIRST_ESTIMATE = 8
@@ -24,6 +25,26 @@ def pair(p: Tree, product: Tree, damping: float, curvature: float) -> Pair:
     s, y = _tree.flatten(p), _tree.flatten(product)
     size = 1.0 / math.sqrt(curvature)
     return s.mul(size), y.add_(s, alpha=damping).mul_(size)
+
+
+def checked(preconditioner: Preconditioner) -> Preconditioner:
+    """A caller's preconditioner; raises where it is none."""
+
+    def apply(r: Tree) -> Tree:
+        z = preconditioner(r)
+        if not isinstance(z, dict) or not _tree.same_layout(z, r):
+            raise ArgumentError(
+                "a preconditioner must return a tensor for each of r's, of its shape, dtype and device; got "
+                f"{sorted(z)[:5] if isinstance(z, dict) else type(z).__name__} for {sorted(r)[:5]}."
+            )
+        if not _tree.dot(r, z) > 0.0:
+            raise ArgumentError(
+                f"a preconditioner must be positive definite; got rᵀM⁻¹r = {_tree.dot(r, z):.3g}. Give the inverse of "
+                "a matrix with positive eigenvalues, near A + δI."
+            )
+        return z
+
+    return apply
 
 
 def diagonal_inverse(diagonal: Tree, damping: float) -> Preconditioner:

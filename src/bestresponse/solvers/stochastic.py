@@ -1,0 +1,78 @@
+"""A linear system solved along a run, a step of stochastic gradient descent at a time."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _tree
+from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
+from .neumann import largest_curvature
+
+# A residual that grows by more within a call has left every step size that converges.
+_GROWTH = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class SOBA(Solver):
+    """x ← x − ρ_k (A_k x − b_k), a few steps a call, from the solution of the last call: single-loop optimisation.
+
+    A_k and b_k are those of the call's batches, so that along a run it is stochastic gradient descent on
+    ½ xᵀA x − bᵀx. It is meant for ``Implicit(SOBA(), warm_start=True)`` with one weight step for each hyper-step. A
+    start is kept whatever its residual on the present batch, up to a thousand times that of zero. From zero it is
+    the series ``Neumann(steps - 1, scale=ρ)``.
+
+    Args:
+        steps: steps a call; ≥ 1. The first takes the residual of the start, so that it costs a product where there
+            is one; each other costs one.
+        step_size: ρ > 0. None takes 0.5 / λ_max, estimated with eight power-iteration products at first and one
+            each later call.
+        decay: c ≥ 0 in ρ_k = ρ / (1 + c k), where k counts the steps of the run. Zero keeps a constant step, whose
+            error stays at a level that the noise of the batches sets.
+        fresh_batches: whether each step takes the next of the training `Batches` for its product.
+
+    Reference: Dagréou, Ablin, Vaiter and Moreau (2022), the stochastic bilevel algorithm SOBA.
+    """
+
+    steps: int = 1
+    step_size: float | None = None
+    decay: float = 0.0
+    fresh_batches: bool = False
+
+    needs_definite = False
+    spoiled = 1000.0
+
+    def __post_init__(self) -> None:
+        require_integer("SOBA.steps", self.steps, 1)
+        if self.step_size is not None:
+            require_number("SOBA.step_size", self.step_size)
+            required = "positive and finite, or None"
+            require(0 < self.step_size < math.inf, "SOBA.step_size", required, self.step_size)
+        require_number("SOBA.decay", self.decay)
+        require(0 <= self.decay < math.inf, "SOBA.decay", "≥ 0 and finite", self.decay)
+
+    def iterate(self, system: System) -> Solution:
+        memory: dict[str, Any] = {"count": system.memory.get("count", 0)}
+        step_size, earlier = self.step_size, 0.0
+        if step_size is None:
+            top, memory["vector"] = largest_curvature(system, 1)
+            step_size = 0.5 / top if top > 0.0 else 1.0
+            if not math.isfinite(top):
+                return Solution(_tree.zeros_like(system.b), Report(Status.NOT_FINITE, 0, 0, 1.0))
+        x, r = _tree.zeros_like(system.b), system.b
+        size, status = 1.0, Status.STEP_LIMIT
+        for step in range(self.steps):
+            rate = step_size / (1.0 + self.decay * memory["count"])
+            if step:
+                r = _tree.add(r, system.A(r), -earlier)
+                size = _tree.norm(r)
+            if not size <= _GROWTH:
+                status = Status.DIVERGED if math.isfinite(size) else Status.NOT_FINITE
+                x, size = _tree.zeros_like(x), 1.0
+                break
+            _tree.add_(x, r, rate)
+            earlier = rate
+            memory["count"] += 1
+        known = None if self.fresh_batches else size
+        report = Report(status, self.steps - 1, self.steps, known, scale=step_size)
+        # The residual before the last step, as `Neumann` tells it.
+        return Solution(x, report, memory, None if status.failed or self.fresh_batches else r)

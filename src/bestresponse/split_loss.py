@@ -1,0 +1,170 @@
+"""Curvatures of a training loss that is a loss of outputs plus a rest: what they share."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from . import _graph
+from ._tree import Tree
+from .errors import ArgumentTypeError, EvaluationError
+from .linearisation import Linearisation, reached_weights, warn_of_power_iterations
+from .outputs import depends, listed
+from .passes import Passes, checked_loss, refuse_not_finite
+
+Predict = Callable[[Any, Any, Any], Any]
+OutputLoss = Callable[[Any, Any], Tensor]
+Rest = Callable[[Any, Any, Any], Tensor]
+
+
+class Split(Protocol):
+    """train_loss = loss(predict(model, hyper, batch), batch) + rest(model, hyper, batch)."""
+
+    @property
+    def predict(self) -> Predict: ...
+    @property
+    def loss(self) -> OutputLoss: ...
+    @property
+    def rest(self) -> Rest | nn.Module | None: ...
+
+
+def check_parts(curvature: Split) -> None:
+    """Raise for a ``predict`` or ``loss`` that is no function, or a ``rest`` that is neither that nor None."""
+    owner = type(curvature).__name__
+    for name in ("predict", "loss"):
+        if not callable(getattr(curvature, name)):
+            raise ArgumentTypeError(
+                f"{owner}.{name} must be a function; got {getattr(curvature, name)!r}. "
+                "It takes predict(model, hyper, batch) and loss(outputs, batch)."
+            )
+    check_rest(owner, curvature.rest)
+
+
+def check_rest(owner: str, rest: object) -> None:
+    """Raise for a ``rest`` that is neither a function nor None."""
+    if rest is not None and (not callable(rest) or isinstance(rest, type)):
+        raise ArgumentTypeError(
+            f"{owner}.rest must be a function (model, hyper, batch) -> scalar, or None; got {rest!r}."
+        )
+
+
+class SplitLinearisation(Linearisation):
+    """A = C + R, where C stands for the Hessian of the loss of the outputs, and R is the exact Hessian of the rest.
+
+    A subclass makes C from the outputs in `prepare`, and multiplies with it in `outer`.
+    """
+
+    def __init__(self, curvature: Split, passes: Passes, batch: Any) -> None:
+        problem = passes.problem
+        self._owner = type(curvature).__name__
+        self._hyperparameters = problem.hyperparameters
+        if curvature.rest is None:
+            self.detail = "rest by difference: each product costs a Hessian product more; give rest"
+        passes.replay()
+        outputs = self.predict(curvature, passes, batch)
+        moving = [x for x in listed(outputs, self._owner) if depends(x)]
+        if not moving:
+            raise EvaluationError(
+                f"the outputs of {self._owner}.predict must depend on the weights by a graph; got detached ones. "
+                "Look for detach(), no_grad() or .data in it."
+            )
+        fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
+        rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
+        whole = fitted + rest
+        refuse_not_finite("train_loss", whole)
+        _compare(curvature, passes, batch, whole)
+        self.reached = _graph.leaves(whole)
+        self.names = reached_weights(problem, self.reached)
+        _graph.inspect_loss(whole)
+        warn_of_power_iterations(problem)
+        self.weights = [problem.weights[n] for n in self.names]
+        self.prepare(curvature.loss, outputs, moving, batch)
+        # Where rest knows its diagonal, its graph is wanted for the mixed term alone, at the end.
+        self._rest_loss = rest
+        self._rest = self._gradient(rest) if self._rest_diagonal is None else {}
+        self._fitted = self._gradient(fitted) if self._reaches_hyperparameters(fitted) else {}
+
+    def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
+        """The outputs."""
+        return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
+
+    @abstractmethod
+    def prepare(self, loss: OutputLoss, outputs: Any, moving: list[Tensor], batch: Any) -> None:
+        """Make C; ``moving`` are the tensors among the outputs that have a derivative."""
+
+    @abstractmethod
+    def outer(self, v: Tree) -> Tree:
+        """C v, in tensors of one's own."""
+
+    def free(self) -> None:
+        """Let go of what the products needed; `mixed` calls it when it is called for the last time."""
+
+    def __call__(self, v: Tree) -> Tree:
+        total = self.outer(v)
+        if self._rest_diagonal is not None:
+            return {
+                n: torch.addcmul(x, self._rest_diagonal[n], v[n]) if n in self._rest_diagonal else x
+                for n, x in total.items()
+            }
+        if self._rest:
+            more = _graph.vector_product(self._rest, self.weights, v, True)
+            total = {n: x if m is None else x + m for (n, x), m in zip(total.items(), more, strict=True)}
+        return total
+
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
+        inputs = list(self._hyperparameters.values())
+        self._rest = self._rest or self._gradient(self._rest_loss)
+        total: list[Tensor | None] = [None] * len(inputs)
+        for gradient in (self._fitted, self._rest):
+            part = _graph.vector_product(gradient, inputs, v, retain_graph=True)
+            total = list(map(_graph.plus, total, part))
+        if last:
+            self._rest, self._fitted, self._rest_loss = {}, {}, torch.zeros(())
+            self.free()
+        return dict(zip(self._hyperparameters, total, strict=True))
+
+    def inspected(self, gradient: Sequence[Tensor | None]) -> dict[str, GradientEdge]:
+        """Where the graph of a gradient begins, for the weights that it reaches."""
+        reached = {n: g for n, g in zip(self.names, gradient, strict=True) if g is not None}
+        _graph.inspect_gradient(reached.values())
+        return _graph.edges(reached)
+
+    def _gradient(self, loss: Tensor) -> dict[str, GradientEdge]:
+        """∂loss/∂w with a graph, for the weights that it reaches."""
+        if not loss.requires_grad:
+            return {}
+        gradient = torch.autograd.grad(loss, self.weights, create_graph=True, allow_unused=True)
+        return self.inspected(gradient)
+
+    def _reaches_hyperparameters(self, loss: Tensor) -> bool:
+        reached = _graph.leaves(loss)
+        return any(id(p) in reached for p in self._hyperparameters.values())
+
+
+def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple[Tensor, Tree | None]:
+    """The value of what is left of the training loss, and the diagonal of its Hessian where it offers one."""
+    problem = passes.problem
+    rest = curvature.rest
+    if rest is None:
+        return passes.train_loss(batch) - fitted, None
+    if hasattr(rest, "curvature_diagonal"):
+        diagonal = dict(rest.curvature_diagonal(problem.model))  # type: ignore[operator]
+        return rest(problem.model), diagonal  # type: ignore[call-arg]
+    value = rest(problem.model, problem.hyper, batch)
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None
+
+
+def _compare(curvature: Split, passes: Passes, batch: Any, whole: Tensor) -> None:
+    """Raise when the parts do not make up the training loss; once for a problem and curvature."""
+    if curvature.rest is None or not passes.problem.first_time(curvature):
+        return
+    expected, got = float(passes.train_loss(batch).detach()), float(whole.detach())
+    if not abs(got - expected) <= 1e-3 * max(abs(expected), abs(got)) + 1e-6:
+        raise EvaluationError(
+            f"loss(predict(...)) + rest must equal train_loss; got {got:.6g} and {expected:.6g}. "
+            "Give as rest what train_loss adds (a regulariser), and let predict return hyperparameters that the "
+            "loss weighs its terms with as further outputs; or leave rest out."
+        )

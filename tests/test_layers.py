@@ -1,0 +1,296 @@
+"""Which layers have the derivatives that each curvature asks for: right, or refused by name with a way out."""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import bestresponse as br
+from bestresponse import _tree
+from bestresponse.solvers.direct import dense
+from bestresponse.testing import differences
+
+N = 6
+
+
+class Through(nn.Module):
+    """Six numbers an example, a linear map, a layer that is in question, and another linear map."""
+
+    def __init__(self, layer, shape, width, call=None):
+        super().__init__()
+        self.first, self.layer, self.last = (
+            nn.Linear(3, int(torch.tensor(shape).prod())),
+            layer,
+            nn.Linear(width, 2),
+        )
+        self.shape, self.call = shape, call or (lambda layer, z: layer(z))
+
+    def forward(self, x):
+        z = torch.tanh(self.first(x)).view(len(x), *self.shape)
+        return self.last(self.call(self.layer, z).reshape(len(x), -1))
+
+
+class Words(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.last = table, nn.Linear(3, 2)
+
+    def forward(self, x):
+        words = (x.abs() * 10).long().clamp(0, 4)
+        z = self.table(words)
+        return self.last(torch.tanh(z if z.ndim == 2 else z.mean(1)))
+
+
+def attention(layer, z):
+    return layer(z, z, z, need_weights=False)[0]
+
+
+def fused(layer, z):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return attention(layer, z)
+
+
+def sampled(layer, z):
+    # Within one cell of the grid: across its border the second derivative jumps.
+    grid = 0.3 + 0.05 * torch.tanh(layer(z.flatten(1))).view(len(z), 2, 2, 2)
+    return F.grid_sample(z, grid, align_corners=False)
+
+
+def checkpointed(reentrant):
+    return lambda layer, z: checkpoint(layer, z, use_reentrant=reentrant)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Parameter(torch.rand(3, 1))
+
+    def forward(self, v):
+        return self.g * v / v.norm(dim=1, keepdim=True)
+
+
+def normed(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", Normed())
+    return layer
+
+
+def evaluated(model):
+    return model.eval()
+
+
+MODELS = {
+    "attention": lambda: Through(nn.MultiheadAttention(4, 2, batch_first=True), (3, 4), 12, attention),
+    "attention, fused by the user": lambda: Through(
+        nn.MultiheadAttention(4, 2, batch_first=True), (3, 4), 12, fused
+    ),
+    "transformer layer": lambda: Through(
+        nn.TransformerEncoderLayer(4, 2, 5, dropout=0.2, batch_first=True, activation="gelu"), (2, 4), 8
+    ),
+    "LSTM": lambda: Through(nn.LSTM(3, 2, batch_first=True), (3, 3), 6, lambda m, z: m(z)[0]),
+    "GRU": lambda: Through(nn.GRU(3, 2, batch_first=True), (3, 3), 6, lambda m, z: m(z)[0]),
+    "LSTM cell": lambda: Through(nn.LSTMCell(3, 2), (3,), 2, lambda m, z: m(z)[0]),
+    "embedding": lambda: Words(nn.Embedding(5, 3, padding_idx=0)),
+    "embedding bag": lambda: Words(nn.EmbeddingBag(5, 3)),
+    "convolution, max pooling": lambda: Through(
+        nn.Sequential(nn.Conv2d(1, 2, 2), nn.MaxPool2d(2)), (1, 3, 3), 2
+    ),
+    "convolution, mean pooling": lambda: Through(
+        nn.Sequential(nn.Conv2d(1, 2, 2), nn.AdaptiveAvgPool2d(1)), (1, 3, 3), 2
+    ),
+    "transposed convolution": lambda: Through(nn.ConvTranspose1d(2, 1, 2), (2, 3), 4),
+    "upsampling": lambda: Through(nn.Upsample(scale_factor=2, mode="bilinear"), (1, 2, 2), 16),
+    "batch norm": lambda: Through(nn.BatchNorm1d(4), (4,), 4),
+    "batch norm, eval": lambda: evaluated(Through(nn.BatchNorm1d(4), (4,), 4)),
+    "group norm": lambda: Through(nn.GroupNorm(2, 4), (4, 2), 8),
+    "instance norm": lambda: Through(nn.InstanceNorm1d(2, affine=True), (2, 3), 6),
+    "layer norm": lambda: Through(nn.LayerNorm(4), (4,), 4),
+    "RMS norm": lambda: Through(nn.RMSNorm(4), (4,), 4),
+    "weight norm": lambda: Through(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (4,), 3),
+    "weight norm, of one's own": lambda: Through(normed(nn.Linear(4, 3)), (4,), 3),
+    "spectral norm": lambda: Through(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), (4,), 3),
+    "spectral norm, eval": lambda: evaluated(
+        Through(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), (4,), 3)
+    ),
+    "grid sample": lambda: Through(nn.Linear(9, 8), (1, 3, 3), 4, sampled),
+    "checkpoint, re-entrant": lambda: Through(
+        nn.Sequential(nn.Linear(4, 3), nn.Tanh()), (4,), 3, checkpointed(True)
+    ),
+    "checkpoint": lambda: Through(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), (4,), 3, checkpointed(False)),
+    "compiled": lambda: Through(torch.compile(nn.Linear(4, 3), backend="aot_eager"), (4,), 3),
+    "activations": lambda: Through(
+        nn.Sequential(nn.PReLU(), nn.GELU(), nn.SiLU(), nn.Softplus(), nn.ELU(), nn.Mish()), (4,), 4
+    ),
+    "bilinear": lambda: Through(nn.Bilinear(3, 3, 2), (3,), 2, lambda m, z: m(z, z)),
+    "distances": lambda: Through(nn.Linear(4, 3), (4,), 6, lambda m, z: torch.cdist(m(z), m(z))),
+}
+
+
+def predict(model, hyper, batch):
+    return model(batch[0])
+
+
+def loss(outputs, batch):
+    return F.cross_entropy(outputs, batch[1])
+
+
+def problem_of(model):
+    decay = br.hyperparameters.WeightDecay(model, initial=0.05, per="tensor")
+    return br.Problem(
+        model,
+        decay,
+        lambda m, h, b: loss(predict(m, h, b), b) + h(m),
+        lambda m, h, b: loss(predict(m, h, b), b),
+    )
+
+
+CURVATURES = {
+    "Hessian": lambda decay: br.Hessian(),
+    "Hessian, forward": lambda decay: br.Hessian(mode="forward"),
+    "GaussNewton": lambda decay: br.GaussNewton(predict, loss, decay),
+    "EmpiricalFisher": lambda decay: br.EmpiricalFisher(
+        lambda m, h, b: F.cross_entropy(predict(m, h, b), b[1], reduction="none"), decay
+    ),
+    "KFAC": lambda decay: br.KFAC(predict, loss, decay),
+    "FiniteDifference": lambda decay: br.FiniteDifference(),
+}
+
+
+def jacobian(problem, batch):
+    """∂outputs/∂w, [N · 2, weights], by central differences of fourth order."""
+    columns = []
+    for w in problem.weights.values():
+        flat = w.detach().view(-1)
+        for index in range(flat.numel()):
+            column = 0.0
+            for shift, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
+                with problem.undisturbed(seed=3) as passes, torch.no_grad():
+                    passes.replay()
+                    kept = flat[index].clone()
+                    flat[index] += shift * 1e-3
+                    column = (
+                        column + factor * predict(problem.model, problem.hyper, batch).reshape(-1) / 12e-3
+                    )
+                    flat[index] = kept
+            columns.append(column)
+    return torch.stack(columns, 1)
+
+
+@functools.cache
+def made(name):
+    torch.manual_seed(0)
+    return problem_of(MODELS[name]()), (torch.randn(N, 3), torch.randint(2, (N,)))
+
+
+@functools.cache
+def known(name):
+    """What a hypergradient is made of, from first derivatives alone."""
+    problem, batch = made(name)
+    with problem_with_seed(problem):
+        hessian = differences(problem, batch, problem.weights)
+        mixed = differences(problem, batch, problem.hyperparameters)
+    with problem.undisturbed(seed=3) as passes:
+        of_val = torch.autograd.grad(passes.val_loss(batch), list(problem.weights.values()))
+    with problem.undisturbed(seed=3) as passes, torch.no_grad():
+        passes.replay()
+        p = predict(problem.model, problem.hyper, batch).softmax(1)
+    J = jacobian(problem, batch).view(N, 2, -1)
+    # Weights whose gradient is zero by decree, such as the row of a padding index.
+    frozen = ~(hessian - torch.diag(hessian.diag())).any(dim=1)
+    hessian[:, frozen] = torch.diag(hessian.diag())[:, frozen]
+    J[..., frozen] = 0.0
+    H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    g = torch.einsum("nc,nci->ni", p - F.one_hot(batch[1], 2), J)
+    decays = problem.hyper.curvature_diagonal(problem.model)
+    rest = torch.diag(
+        torch.cat([decays[n].reshape(-1).expand(w.numel()) for n, w in problem.weights.items()])
+    )
+    matrices = {
+        # Where the gradient is none (constant singular vectors) the solver takes the symmetric part.
+        "Hessian": (hessian + hessian.T) / 2,
+        "GaussNewton": torch.einsum("nci,ncd,ndj->ij", J, H, J) / N + rest,
+        "EmpiricalFisher": g.T @ g / N + rest,
+    }
+    return torch.cat([x.reshape(-1) for x in of_val]), mixed, matrices
+
+
+class problem_with_seed:
+    """Run `differences`, which draws from the caller's random state, with the state that a seed of three gives."""
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    def __enter__(self):
+        self.plain = self.problem.undisturbed
+        self.problem.undisturbed = lambda *_, **more: self.plain(seed=3, **more)
+
+    def __exit__(self, *_):
+        del self.problem.undisturbed
+
+
+# What may be refused: part of the message. What is not refused must be right.
+NO_FORWARD = {
+    "embedding bag",
+    "group norm",
+    "spectral norm",
+    "spectral norm, eval",
+    "grid sample",
+    "activations",
+    "distances",
+    "compiled",
+}
+REFUSED = {
+    "attention, fused by the user": "scaled_dot_product.*SDPBackend.MATH",
+    "embedding bag": "embedding_bag.*FiniteDifference",
+    "weight norm": "weight_norm.*parametrization of your own",
+    "checkpoint, re-entrant": "checkpoint.*use_reentrant=False",
+    "compiled": "torch.compile.*before torch.compile",
+    "distances": "cdist.*FiniteDifference",
+}
+
+
+def hypergradient(problem, batch, kind):
+    method = br.Implicit(br.Exact(damping=0.1), CURVATURES[kind](problem.hyper))
+    return _tree.flatten(br.hypergradient(problem, batch, batch, method, seed=3).total)
+
+
+def refused(name, kind):
+    """The words of a refusal that is allowed; its way out is another row or column of the table."""
+    if kind == "FiniteDifference" and name != "checkpoint, re-entrant":
+        return None
+    if kind == "Hessian, forward" and name in NO_FORWARD:
+        return r"(forward AD|jvp function).*Hessian\(\)"
+    return REFUSED.get(name)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Exact needs an invertible", "ignore:the linear solve ended", "ignore:The .grad attribute"
+)
+@pytest.mark.filterwarnings("ignore:spectral_norm at")
+@pytest.mark.parametrize("kind", CURVATURES)
+@pytest.mark.parametrize("name", MODELS)
+def test_right_or_refused(name, kind):
+    problem, batch = made(name)
+    try:
+        found = hypergradient(problem, batch, kind)
+    except br.Error as error:
+        words = refused(name, kind)
+        if words is None or not re.search(words, str(error), re.DOTALL):
+            raise
+        return
+    b, mixed, matrices = known(name)
+    A = matrices.get(kind, matrices["Hessian"])
+    if kind == "KFAC":  # has tests of its own
+        with problem.undisturbed(seed=3) as passes:
+            A = dense(
+                CURVATURES[kind](problem.hyper).linearise(passes, batch), _tree.detached(problem.weights)
+            )
+    expected = -torch.linalg.solve(A + 0.1 * torch.eye(len(A)), b) @ mixed
+    error = float((found - expected).norm() / expected.norm())
+    # In training mode torch differentiates once through singular vectors as constants: told by a warning.
+    exact = name != "spectral norm" or kind in ("FiniteDifference",)
+    assert error < (1e-5 if exact else 0.2), error
