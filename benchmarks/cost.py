@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse.experiments import measuring
-from bestresponse.experiments.classification import Batch, train_loss, val_loss
+from bestresponse import measuring
+from bestresponse.experiments.classification import Batch, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
 PRODUCTS = (0, 1, 3, 10, 20)
@@ -47,16 +47,34 @@ def convolutional() -> tuple[nn.Module, Tensor]:
     return model.eval(), torch.randn(128, 3, 32, 32)
 
 
-CASES = {"MLP": multilayer, "CNN": convolutional}
+class Recurrent(nn.Module):
+    """A language model of two recurrent layers."""
+
+    def __init__(self, words: int, units: int) -> None:
+        super().__init__()
+        self.table, self.lstm = nn.Embedding(words, units), nn.LSTM(units, units, 2)
+        self.decoder = nn.Linear(units, words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.decoder(self.lstm(self.table(x))[0]).flatten(0, 1)
+        return outputs
+
+
+def recurrent() -> tuple[nn.Module, Tensor]:
+    """Torch's LSTM of two layers of 200 units, a vocabulary of 1,000, 20 sequences of 35 words."""
+    return Recurrent(1000, 200), torch.randint(1000, (35, 20))
+
+
+CASES = {"MLP": multilayer, "CNN": convolutional, "LSTM": recurrent}
+CURVATURES = ("Hessian", "GaussNewton")
 
 
 def make(name: str) -> tuple[br.Problem, Batch]:
     torch.manual_seed(0)
     model, x = CASES[name]()
     decay = br.hyperparameters.WeightDecay(model)
-
-    batch = (x, torch.randint(10, (len(x),)))
-    return br.Problem(model, decay, train_loss, val_loss), batch
+    y = torch.randint(10, (len(x),)) if x.is_floating_point() else torch.randint(1000, (x.numel(),))
+    return br.Problem(model, decay, train_loss, val_loss), (x, y)
 
 
 def training_gradient(problem: br.Problem, batch: Batch) -> None:
@@ -64,47 +82,78 @@ def training_gradient(problem: br.Problem, batch: Batch) -> None:
     torch.autograd.grad(loss, list(problem.weights.values()))
 
 
-def method(products: int) -> br.Implicit:
+def method(problem: br.Problem, curvature: str, products: int) -> br.Implicit:
     """K products in one hypergradient; the scale is small enough for any network of these cases."""
-    return br.Implicit(br.Identity() if products == 0 else br.Neumann(products, scale=1e-3))
+    outer = br.GaussNewton(predict, br.losses.CrossEntropy(lambda batch: batch[1]), rest=problem.hyper)
+    chosen: br.Curvature = br.Hessian() if curvature == "Hessian" else outer
+    return br.Implicit(br.Identity() if products == 0 else br.Neumann(products, scale=1e-3), chosen)
 
 
 def rows_of(name: str, repeats: int) -> list[dict[str, object]]:
     problem, batch = make(name)
     work: dict[str, Callable[[], object]] = {"gradient": lambda: training_gradient(problem, batch)}
-    for products in PRODUCTS:
-        work[str(products)] = partial(br.hypergradient, problem, batch, batch, method(products))
+    for curvature in CURVATURES:
+        for products in PRODUCTS:
+            chosen = method(problem, curvature, products)
+            work[f"{curvature} {products}"] = partial(br.hypergradient, problem, batch, batch, chosen)
     seconds = measuring.seconds(work, repeats)
     unit = seconds["gradient"]
     unit_bytes = measuring.peak_bytes(work["gradient"])
     assert all(w.grad is None for w in problem.weights.values())
-    slope = (seconds[str(PRODUCTS[-1])] - seconds[str(PRODUCTS[1])]) / (PRODUCTS[-1] - PRODUCTS[1]) / unit
-    return [
-        {
-            "case": name,
-            "K": products,
-            "time / gradient": seconds[str(products)] / unit,
-            "memory / gradient": measuring.peak_bytes(work[str(products)]) / unit_bytes,
-            "time a product": slope,
-            "gradient [ms]": 1e3 * unit,
-            "gradient [MiB]": unit_bytes / 2**20,
-        }
-        for products in PRODUCTS
-    ]
+    rows: list[dict[str, object]] = []
+    for curvature in CURVATURES:
+        first, last = (seconds[f"{curvature} {k}"] / unit for k in (PRODUCTS[1], PRODUCTS[-1]))
+        rows += [
+            {
+                "case": name,
+                "curvature": curvature,
+                "K": products,
+                "time / gradient": seconds[f"{curvature} {products}"] / unit,
+                "memory / gradient": measuring.peak_bytes(work[f"{curvature} {products}"]) / unit_bytes,
+                "time a product": (last - first) / (PRODUCTS[-1] - PRODUCTS[1]),
+                "gradient [ms]": 1e3 * unit,
+                "gradient [MiB]": unit_bytes / 2**20,
+            }
+            for products in PRODUCTS
+        ]
+    return rows
+
+
+def summary(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """A row for each case and curvature: the price without products, of a product, and memory."""
+    told = []
+    for name in CASES:
+        for curvature in CURVATURES:
+            of = {r["K"]: r for r in rows if (r["case"], r["curvature"]) == (name, curvature)}
+            told.append(
+                {
+                    "case": name,
+                    "curvature": curvature,
+                    **{f"K = {k}": of[k]["time / gradient"] for k in PRODUCTS},
+                    "a product": of[0]["time a product"],
+                    "memory, K = 0": of[0]["memory / gradient"],
+                    "memory, K = 1": of[1]["memory / gradient"],
+                    "memory, K = 20": of[PRODUCTS[-1]]["memory / gradient"],
+                }
+            )
+    return told
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(8.0, 3.4), layout="constrained")
+    colours = dict(zip(CASES, ("#4d4d4d", "#2a6f97", "#c1442e"), strict=True))
     for name in CASES:
-        of_case = [row for row in rows if row["case"] == name]
-        for axes, key in zip(panels, ("time / gradient", "memory / gradient"), strict=True):
-            axes.plot([row["K"] for row in of_case], [row[key] for row in of_case], "o-", label=name)
-            axes.set_xlabel("products with the Hessian, K")
-            axes.set_ylabel(f"{key.split(' / ')[0]} [training gradients]")
+        for curvature, line in zip(CURVATURES, ("o-", "s--"), strict=True):
+            of_case = [row for row in rows if (row["case"], row["curvature"]) == (name, curvature)]
+            for axes, key in zip(panels, ("time / gradient", "memory / gradient"), strict=True):
+                values = [row[key] for row in of_case]
+                axes.plot(PRODUCTS, values, line, ms=4, color=colours[name], label=f"{name}, {curvature}")
+                axes.set_xlabel("products, K")
+                axes.set_ylabel(f"{key.split(' / ')[0]} [training gradients]")
     for axes in panels:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
-    panels[0].legend(frameon=False)
+    panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -121,7 +170,7 @@ def main() -> None:
     result = {"rows": rows, "versions": versions(), "repeats": options.repeats}
     write_whole(options.out / "cost.json", result)
     draw(rows, options.out / "cost.png")
-    print(table(rows))
+    print(table(summary(rows)))
     print(f"\nwritten to {options.out}")
 
 

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
-from bestresponse.experiments import augment, data, lstm, measuring, models, text
+from bestresponse import measuring
+from bestresponse.experiments import augment, data, lstm, models, text
 from bestresponse.experiments.augment_rows import ImageCell
 from bestresponse.experiments.cells import Cell
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse import _tree
-from bestresponse.experiments import measuring
+from bestresponse import _tree, measuring
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
@@ -41,11 +40,15 @@ def vocabulary() -> tuple[nn.Module, Batch]:
 CASES = {"784-128-10": network, "vocabulary of 16,384": vocabulary}
 CURVATURES: dict[str, Callable[[nn.Module], br.Curvature]] = {
     "Hessian": lambda decay: br.Hessian(),
+    "Hessian, forward mode": lambda decay: br.Hessian(mode="forward"),
     "Gauss-Newton, rest a WeightDecay": lambda decay: br.GaussNewton(predict, output_loss, rest=decay),
     "the same, CrossEntropy": lambda decay: br.GaussNewton(
         predict, br.losses.CrossEntropy(lambda batch: batch[1]), rest=decay
     ),
     "Gauss-Newton, rest a function": lambda decay: br.GaussNewton(predict, output_loss, rest=penalty),
+    "KFAC, CrossEntropy, one sample": lambda decay: br.KFAC(
+        predict, br.losses.CrossEntropy(lambda batch: batch[1]), rest=decay, samples=1
+    ),
     "Gauss-Newton, rest by difference": lambda decay: br.GaussNewton(predict, output_loss),
 }
 

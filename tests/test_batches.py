@@ -205,3 +205,24 @@ def test_a_tuner_accumulates_gradients_over_micro_batches():
         assert torch.allclose(w, other.weights[name], rtol=1e-9, atol=1e-12)
     for a, b in zip(history, split_history, strict=True):
         assert abs(a["train_loss"] - b["train_loss"]) < 1e-12
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_soba_with_fresh_batches_tends_to_the_solution_of_their_mean(recompute, steps):
+    # L_T = a w²/2 − λ w with a = 1 and 3: dL_V/dλ = 1/2 for L_V = w.
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(()))})
+    hyper = nn.ParameterDict({"rate": nn.Parameter(torch.ones(()))})
+    problem = br.Problem(
+        model,
+        hyper,
+        lambda m, h, a: a * m["w"].square() / 2 - h["rate"] * m["w"],
+        lambda m, h, b: m["w"] * 1.0,
+    )
+    batches = br.Batches([torch.tensor(1.0), torch.tensor(3.0)], recompute=recompute)
+    method = br.Implicit(br.solvers.SOBA(steps, 0.02, fresh_batches=True), warm_start=True)
+    for _ in range(400):
+        h = br.hypergradient(problem, batches, None, method)
+    assert float(h.total["rate"]) == pytest.approx(0.5, rel=0.03)
+    with pytest.raises(br.Error, match="SOBA"):
+        br.Implicit(br.Neumann(3, 0.1, fresh_batches=True), warm_start=True)

@@ -45,3 +45,12 @@ def test_loss_weights(capsys):
     shown = capsys.readouterr().out
     before, after = (float(x) for x in shown.splitlines()[0].removeprefix("validation loss ").split(" → "))
     assert after < 0.1 * before
+
+
+def test_dropout_and_decay(capsys):
+    run("dropout_and_decay")
+    shown = capsys.readouterr().out
+    before, after = (float(x) for x in shown.split("validation loss ")[1].split(";")[0].split(" → "))
+    assert after < 0.9 * before
+    assert "dropout of inputs" in shown
+    assert "decay of first.weight" in shown

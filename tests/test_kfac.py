@@ -77,7 +77,7 @@ def test_for_one_example_the_blocks_are_those_of_gauss_newton_and_the_rest_its_d
     expected[:25, :25], expected[35:, 35:] = exact[:25, :25], exact[35:, 35:]
     factored, detail = matrix_of(br.KFAC(predict, cross_entropy, problem.hyper), problem, batch)
     assert torch.allclose(factored, expected, atol=1e-12)
-    assert detail == "by its diagonal: 1.weight, 1.bias"
+    assert detail == "KFAC by its diagonal: 1.weight, 1.bias"
 
 
 def reference(layer, x, rest_of_model, loss, batch):
@@ -191,7 +191,7 @@ def test_tied_weights_have_a_diagonal_and_layers_that_are_called_twice_have_fact
     batch = (torch.randint(5, (1,)), torch.randint(5, (1,)))
     exact, _ = matrix_of(br.GaussNewton(predict, cross_entropy, problem.hyper), problem, batch)
     factored, detail = matrix_of(br.KFAC(predict, cross_entropy, problem.hyper), problem, batch)
-    assert detail == "by its diagonal: table.weight"
+    assert detail == "KFAC by its diagonal: table.weight"
     assert torch.allclose(factored[:20, :20], torch.diag(exact.diag()[:20]), atol=1e-12)
     assert float(factored[20:, 20:].tril(-1).abs().max()) > 1e-6
     check_curvature(br.KFAC(predict, cross_entropy, problem.hyper), problem, batch, factored)
@@ -267,7 +267,7 @@ def test_losses_that_have_no_factors_are_refused(loss, words):
         matrix_of(br.KFAC(predict, loss, problem.hyper), problem, batch)
 
 
-def test_too_many_outputs_are_refused():
+def test_too_many_outputs_are_refused_and_large_layers_have_a_diagonal():
     model = nn.Linear(2, 9000)
     problem = problem_of(model, cross_entropy)
     batch = (torch.randn(2, 2), torch.tensor([0, 1]))
@@ -277,6 +277,7 @@ def test_too_many_outputs_are_refused():
     curvature = br.KFAC(predict, loss, problem.hyper, samples=1)
     h = br.hypergradient(problem, batch, batch, br.Implicit(br.ConjugateGradient(2, damping=1.0), curvature))
     assert h.norm > 0
+    assert h.solve.detail == "KFAC by its diagonal: weight, bias"
 
 
 @pytest.mark.parametrize("samples", [0, 1.5])
@@ -436,5 +437,222 @@ def test_a_tolerance_may_shrink_from_solve_to_solve(make):
     assert steps == sorted(steps)
     assert steps[-1] > steps[0]
     assert problem.state(method).memory["solves"] == 5
-    with pytest.raises(br.Error, match="tolerance must be ≥ 0"):
+    with pytest.raises(br.Error, match="tolerance, a function .* must return a number ≥ 0; got -1.0"):
         br.hypergradient(problem, batch, val, br.Implicit(make(5, tolerance=lambda k: -1.0), curvature))
+
+
+# --- odd models ---------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """One linear layer, used in a way that hides what goes in or comes out."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 2), how
+        if how == "hook":
+            self.layer.register_forward_hook(lambda m, a, o: 3 * o)
+        elif how == "pre-hook":
+            self.layer.register_forward_pre_hook(lambda m, a: (2 * a[0],))
+        elif how == "forward of its own":
+            plain = self.layer.forward
+            self.layer.forward = lambda x: 3 * plain(x)
+        elif how == "auxiliary":
+            self.other = nn.Linear(3, 2)
+        elif how == "random":
+            nn.utils.parametrize.register_parametrization(self.layer, "weight", Half())
+
+    def forward(self, x):
+        if self.how == "others in their place":
+            other = {n: 2 * p for n, p in self.layer.named_parameters()}
+            return torch.func.functional_call(self.layer, other, (x,))
+        if self.how == "a call that does not count":
+            return self.layer(x) - self.layer(5 * x.flip(0) + 1).detach()
+        if self.how == "auxiliary":
+            self.other(x)
+        if self.how == "no rows":
+            return self.layer(x) + self.layer(x[:0]).sum()
+        if self.how == "unbatched":
+            return torch.stack([self.layer(row) for row in x])
+        if self.how == "keyword":
+            return self.layer(input=x)
+        return self.layer(x)
+
+
+class Half(nn.Module):
+    def forward(self, w):
+        return F.dropout(w, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("how", "factored"),
+    [
+        ("hook", True),
+        ("pre-hook", True),
+        ("forward of its own", False),
+        ("others in their place", False),
+        ("a call that does not count", True),
+        ("auxiliary", True),
+        ("no rows", True),
+        ("unbatched", True),
+        ("keyword", True),
+        ("random", False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:train_loss does not reach")
+def test_odd_uses_of_a_layer(how, factored):
+    model = Odd(how)
+    decay = br.hyperparameters.WeightDecay(
+        model, initial=0.05, per="tensor", exclude=["other.*"] if how == "auxiliary" else []
+    )
+    problem = br.Problem(
+        model,
+        decay,
+        lambda m, h, b: squared(predict(m, h, b), b) + h(m),
+        lambda m, h, b: squared(predict(m, h, b), b),
+    )
+    batch = (torch.randn(6, 3), torch.randn(6, 2))
+    torch.manual_seed(3)
+    exact, _ = matrix_of(br.GaussNewton(predict, squared, decay), problem, batch)
+    torch.manual_seed(3)
+    found, detail = matrix_of(
+        br.KFAC(predict, squared, decay, samples=None if factored else 4000), problem, batch
+    )
+    if factored:
+        assert torch.allclose(found, exact, atol=1e-10)
+        assert not detail
+    else:
+        assert torch.allclose(found.diag(), exact.diag(), rtol=0.2, atol=1e-6)
+        assert "by its diagonal" in detail
+    solver = br.ConjugateGradient(5, preconditioner=br.KFAC(predict, squared, decay))
+    method = br.Implicit(solver, br.GaussNewton(predict, squared, decay))
+    assert br.hypergradient(problem, batch, batch, method).norm > 0
+
+
+class Halves(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), how
+        if how == "tied":
+            self.b.weight = self.a.weight
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.a(x).float()
+            if self.how == "tied":
+                return self.b(torch.tanh(h))
+            if self.how == "in place":
+                h += self.b(h)
+                return h
+            return h + self.b(h)
+
+
+def test_autocast():
+    torch.set_default_dtype(torch.float32)
+    loss = br.losses.CrossEntropy(lambda b: b[1])
+    batch = (torch.randn(6, 3), torch.randint(3, (6,)))
+    tied, detail = matrix_of(br.KFAC(predict, loss, (p := problem_of(Halves("tied"), loss)).hyper), p, batch)
+    assert detail == "KFAC by its diagonal: a.weight"
+    assert not bool((tied - torch.diag(tied.diag())).any())
+    model = Halves("in place")
+    problem = problem_of(model, loss)
+    _, detail = matrix_of(br.KFAC(predict, loss, problem.hyper), problem, batch)
+    assert detail == "KFAC by its diagonal: b.weight"
+    model.how = "apart"
+    exact, _ = matrix_of(br.KFAC(predict, loss, problem.hyper), problem, batch)
+    # A loss without a root of its own, on outputs in half precision, whose eigenvalues torch does not have.
+    half = lambda z, b: F.cross_entropy(z.float(), b[1])  # noqa: E731
+    model.how = "tied"
+    lower = problem_of(model, half)
+    found, _ = matrix_of(br.KFAC(predict, half, lower.hyper), lower, batch)
+    assert bool(torch.isfinite(found).all())
+    assert bool(torch.isfinite(exact).all())
+
+
+class Switched(nn.Module):
+    """Which layers run depends on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh((self.a if len(x) > 4 else self.b)(x)))
+
+
+def test_batches_that_run_other_layers():
+    problem = problem_of(Switched(), cross_entropy)
+    batches = br.Batches([(torch.randn(n, 3), torch.randint(2, (n,))) for n in (6, 3)], weights=[6, 3])
+    curvature = br.GaussNewton(predict, cross_entropy, problem.hyper)
+    kfac = br.KFAC(predict, cross_entropy, problem.hyper)
+    method = br.Implicit(br.ConjugateGradient(60, 1e-10, preconditioner=kfac), curvature)
+    found = br.hypergradient(problem, batches, batches, method)
+    exact = br.hypergradient(problem, batches, batches, br.Implicit(br.Exact(), curvature))
+    assert torch.allclose(_tree.flatten(found.total), _tree.flatten(exact.total), rtol=1e-6, atol=1e-9)
+
+
+def test_the_report_names_them_with_batches_one_at_a_time_too():
+    problem, batch, val = cases.network(nn.LayerNorm(4))
+    batches = br.Batches([batch, batch], recompute=True)
+    curvature = br.KFAC(predict, cross_entropy, problem.hyper)
+    h = br.hypergradient(problem, batches, val, br.Implicit(br.ConjugateGradient(2, damping=1.0), curvature))
+    assert "1.weight" in h.solve.detail
+    preconditioned = br.Implicit(br.ConjugateGradient(2, damping=1.0, preconditioner=curvature))
+    h = br.hypergradient(problem, batch, val, preconditioned)
+    assert h.solve.detail == "KFAC by its diagonal: 1.weight, 1.bias"
+
+
+def test_one_example_without_a_batch():
+    problem = problem_of(nn.Linear(3, 4), loss := br.losses.CrossEntropy(lambda b: b[1]))
+    batch = (torch.randn(3), torch.tensor(1))
+    exact, _ = matrix_of(br.GaussNewton(predict, loss, problem.hyper), problem, batch)
+    found, _ = matrix_of(br.KFAC(predict, loss, problem.hyper), problem, batch)
+    assert torch.allclose(found, exact, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [16, 3000])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda z, b: -(z - b[1]).square().mean(), "convex"),
+        (lambda z, b: squared(z, b) + 0.1 * z.mean(1).var(), "couples"),
+    ],
+)
+def test_refusals_in_float32_at_any_size(loss, words, count):
+    torch.set_default_dtype(torch.float32)
+    problem = problem_of(nn.Linear(3, 4), loss)
+    batch = (torch.randn(count, 3), torch.randn(count, 4))
+    with pytest.raises(br.Error, match=words):
+        matrix_of(br.KFAC(predict, loss, problem.hyper), problem, batch)
+
+
+def test_saturated_outputs_are_no_coupling():
+    model = nn.Linear(3, 4)
+    with torch.no_grad():
+        model.weight.mul_(1e4)
+    problem = problem_of(model, cross_entropy)
+    x = torch.randn(8, 3)
+    batch = (x, model(x).argmax(1))
+    matrix, _ = matrix_of(br.KFAC(predict, cross_entropy, problem.hyper), problem, batch)
+    assert bool(torch.isfinite(matrix).all())
+
+
+def test_detached_outputs_and_tensors_as_preconditioners_are_told():
+    problem, batch, val = cases.network()
+    detached = br.KFAC(lambda m, h, b: m(b[0]).detach(), cross_entropy)
+    for method in (
+        br.Implicit(curvature=detached),
+        br.Implicit(br.ConjugateGradient(3, preconditioner=detached)),
+    ):
+        with pytest.raises(br.Error, match=r"the outputs of KFAC\.predict must depend"):
+            br.hypergradient(problem, batch, val, method)
+    with pytest.raises(br.Error, match="preconditioner must be"):
+        br.ConjugateGradient(preconditioner=torch.eye(3))
+
+
+def test_an_exact_preconditioner_ends_in_one_step():
+    d = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    solver = br.ConjugateGradient(preconditioner=lambda r: {"w": r["w"] / d})
+    solution = solver.solve(lambda v: {"w": d * v["w"]}, {"w": torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])})
+    assert solution.report.status is br.Status.CONVERGED
+    assert solution.report.products == 1

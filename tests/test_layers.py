@@ -123,8 +123,9 @@ MODELS = {
     "checkpoint": lambda: Through(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), (4,), 3, checkpointed(False)),
     "compiled": lambda: Through(torch.compile(nn.Linear(4, 3), backend="aot_eager"), (4,), 3),
     "activations": lambda: Through(
-        nn.Sequential(nn.PReLU(), nn.GELU(), nn.SiLU(), nn.Softplus(), nn.ELU(), nn.Mish()), (4,), 4
+        nn.Sequential(nn.PReLU(), nn.GELU(), nn.Softplus(), nn.ELU(), nn.Hardswish()), (4,), 4
     ),
+    "SiLU and Mish": lambda: Through(nn.Sequential(nn.SiLU(), nn.Mish()), (4,), 4),
     "bilinear": lambda: Through(nn.Bilinear(3, 3, 2), (3,), 2, lambda m, z: m(z, z)),
     "distances": lambda: Through(nn.Linear(4, 3), (4,), 6, lambda m, z: torch.cdist(m(z), m(z))),
 }
@@ -239,7 +240,7 @@ NO_FORWARD = {
     "spectral norm",
     "spectral norm, eval",
     "grid sample",
-    "activations",
+    "SiLU and Mish",
     "distances",
     "compiled",
 }
@@ -258,10 +259,40 @@ def hypergradient(problem, batch, kind):
     return _tree.flatten(br.hypergradient(problem, batch, batch, method, seed=3).total)
 
 
+@pytest.mark.parametrize("where", ["inside the model", "beside it"])
+def test_both_modes_agree_on_hyperparameters_inside_the_model(where):
+    drop = br.hyperparameters.ConcreteDropout(5)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), drop, nn.Linear(5, 2))
+    decay = br.hyperparameters.WeightDecay(model, initial=0.05, per="tensor", exclude=["2.*"])
+    model.tuned = nn.ModuleDict({"drop": drop, "decay": decay})
+    hyper = model.tuned if where == "inside the model" else decay
+    if where == "beside it":
+        del model.tuned
+        drop.requires_grad_(False)
+
+    def train(m, h, b):
+        return loss(
+            nn.Sequential.forward(m, b[0]) if where == "beside it" else m[3](m[2](m[1](m[0](b[0])))), b
+        ) + (h["decay"] if where == "inside the model" else h)(m)
+
+    problem = br.Problem(model, hyper, train, lambda m, h, b: loss(m[3](m[1](m[0](b[0]))), b))
+    batch = (torch.randn(N, 3), torch.randint(2, (N,)))
+    found = [
+        _tree.flatten(
+            br.hypergradient(problem, batch, batch, br.Implicit(br.Exact(0.1), curvature), seed=3).total
+        )
+        for curvature in (br.Hessian(), br.Hessian(mode="forward"))
+    ]
+    assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
+    assert float(found[0].norm()) > 0
+
+
 def refused(name, kind):
     """The words of a refusal that is allowed; its way out is another row or column of the table."""
     if kind == "FiniteDifference" and name != "checkpoint, re-entrant":
         return None
+    if kind == "Hessian, forward" and name == "checkpoint":
+        return r"without torch.utils.checkpoint.*Hessian\(\)"
     if kind == "Hessian, forward" and name in NO_FORWARD:
         return r"(forward AD|jvp function).*Hessian\(\)"
     return REFUSED.get(name)
@@ -294,3 +325,13 @@ def test_right_or_refused(name, kind):
     # In training mode torch differentiates once through singular vectors as constants: told by a warning.
     exact = name != "spectral norm" or kind in ("FiniteDifference",)
     assert error < (1e-5 if exact else 0.2), error
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: br.Unrolled(3, 0.1), lambda: br.Forward(3, 0.1)], ids=["Unrolled", "Forward"]
+)
+def test_methods_that_put_other_tensors_in_place_refuse_checkpoints(make):
+    # Computed again in the backward pass, the part would see the weights themselves.
+    problem, batch = made("checkpoint")
+    with pytest.raises(br.Error, match="without torch.utils.checkpoint"):
+        br.hypergradient(problem, batch, batch, make())

@@ -185,7 +185,9 @@ def matrix_of(kind, system):
         return dense(curvature_of(kind, system).linearise(passes, train), b)
 
 
-@pytest.mark.filterwarnings("ignore:the linear solve ended", "ignore:Exact needs an invertible")
+@pytest.mark.filterwarnings(
+    "ignore:the linear solve ended", "ignore:Exact needs an invertible", "ignore:SOBA makes"
+)
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("kind", CURVATURES)
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)

@@ -456,3 +456,68 @@ def test_nystrom_meets_what_is_not_finite():
     for arguments in ({"rank": 0}, {"damping": -1.0}):
         with pytest.raises(br.Error, match=f"Nystrom.{next(iter(arguments))}"):
             br.Nystrom(**arguments)
+
+
+# --- SOBA ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize("step_size", [0.1, 0.4])
+def test_soba_from_zero_is_the_series(step_size, steps):
+    for system in linear_systems():
+        if system.definite and system.name in ("definite", "a multiple of the identity"):
+            one = br.solvers.SOBA(steps, step_size).solve(system.product, system.tree).x
+            other = br.Neumann(steps - 1, step_size).solve(system.product, system.tree).x
+            assert torch.allclose(_tree.flatten(one), _tree.flatten(other), atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_soba_along_a_run_of_noisy_systems_tends_to_the_mean(steps):
+    system = next(linear_systems())
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.linalg.solve(system.matrix, system.b)
+
+    def error(solver, calls):
+        x, memory = None, {}
+        for _ in range(calls):
+            noise = 0.3 * torch.randn(9, 9, generator=generator)
+            matrix = system.matrix + (noise + noise.T) / 2
+            b = system.unflatten(system.b + 0.3 * torch.randn(9, generator=generator))
+            product = lambda v, A=matrix: system.unflatten(A @ _tree.flatten(v))  # noqa: E731
+            solution = solver.solve(product, b, start=x, memory=memory)
+            x, memory = solution.x, solution.memory
+            assert solution.report.products == (steps if solution.report.warm else steps - 1)
+        return float((_tree.flatten(x) - exact).norm() / exact.norm())
+
+    constant = error(br.solvers.SOBA(steps, 0.3), 3000)
+    falling = error(br.solvers.SOBA(steps, 0.3, decay=0.01), 3000)
+    assert falling < 0.1
+    assert falling < 0.5 * constant
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_soba_tells_of_a_step_that_is_too_large(steps):
+    system = next(linear_systems())
+    solver, x, memory, seen = br.solvers.SOBA(steps, 5.0), None, {}, set()
+    for _ in range(8):
+        solution = solver.solve(system.product, system.tree, start=x, memory=memory)
+        x, memory = solution.x, solution.memory
+        seen.add(solution.report.status)
+    assert br.Status.DIVERGED in seen
+
+
+def test_soba_tells_of_what_is_not_finite_and_keeps_its_count():
+    system = next(linear_systems())
+    nan = lambda v: {n: x * math.nan for n, x in v.items()}  # noqa: E731
+    for step_size in (0.1, None):
+        solver = br.solvers.SOBA(2, step_size, decay=0.1)
+        first = solver.solve(system.product, system.tree)
+        second = solver.solve(nan, system.tree, start=first.x, memory=first.memory)
+        assert second.report.status is br.Status.NOT_FINITE
+        assert second.memory["count"] == first.memory["count"] == 2
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 0}, {"step_size": 0.0}, {"step_size": "1"}, {"decay": -1.0}])
+def test_soba_arguments(arguments):
+    with pytest.raises(br.Error, match="SOBA"):
+        br.solvers.SOBA(**arguments)

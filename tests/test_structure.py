@@ -16,7 +16,7 @@ LAYERS = [
     ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
     ["empirical_fisher", "kronecker", "kfac", "result"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
-    ["callbacks", "_requirements", "_stream", "checkpoint", "tuner", "baselines"],
+    ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],
     ["testing"],
     ["experiments"],
     ["cli"],

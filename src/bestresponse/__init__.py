@@ -1,6 +1,6 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
-from . import callbacks, hypernetworks, hyperparameters, losses, rules, solvers, testing
+from . import callbacks, diagnostics, hypernetworks, hyperparameters, losses, rules, solvers, testing
 from .baselines import SearchResult, search
 from .batches import Batches
 from .curvature import FiniteDifference, Hessian
@@ -53,6 +53,7 @@ __all__ = [
     "Unrolled",
     "backward",
     "callbacks",
+    "diagnostics",
     "hypergradient",
     "hypernetworks",
     "hyperparameters",

@@ -1,18 +1,22 @@
 """The command ``bestresponse``: the paper's experiments, generated from their dataclasses."""
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from .diagnostics import check
 from .errors import Error
 
 _USAGE = """\
 usage: bestresponse reproduce NAME [options]   run an experiment of the paper
        bestresponse plot FOLDER                draw the figures of a run again, from what it has written
+       bestresponse check MODULE:FUNCTION      is a problem of yours ready to be tuned, and by which method
        bestresponse reproduce NAME --help      every option with its default
        bestresponse --version
 
@@ -26,6 +30,60 @@ class Plot:
 
     folder: Path
     """The folder of the run."""
+
+
+@dataclass
+class CheckProblem:
+    """Is a problem ready to be tuned, which method suits it, and what does it cost?"""
+
+    place: str
+    """A function, as package.module:function, that returns (problem, train_batch, val_batch), and may add the weight
+    optimiser. The module is looked for in the present folder too."""
+    json: Path | None = None
+    """A file to write everything into."""
+    retrain_steps: int = 100
+    """Steps of each of five re-trainings that the hypergradients are compared with; 0 leaves them out."""
+    seed: int = 0
+    """Of the random state of each pass."""
+
+    def run(self) -> int:
+        """Check, print, and return the exit status: 1 where there is an error."""
+        problem, train_batch, val_batch, *optimizer = _made(self.place)
+        found = check(
+            problem,
+            train_batch,
+            val_batch,
+            weight_optimizer=optimizer[0] if optimizer else None,
+            retrain_steps=self.retrain_steps,
+            seed=self.seed,
+        )
+        print(found)
+        if self.json is not None:
+            self.json.write_text(json.dumps(found.data(), indent=2) + "\n", encoding="utf-8")
+        return 0 if found.ok else 1
+
+
+def _made(place: str) -> tuple[Any, ...]:
+    """What the function at a place returns."""
+    module_name, colon, name = place.partition(":")
+    if not (module_name and colon and name):
+        raise Error(f"check needs a function as package.module:function; got {place!r}.")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise Error(
+            f"there is no module {error.name!r}, which {place!r} needs; looked in {Path.cwd()} and what is installed."
+        ) from error
+    if not callable(function := getattr(module, name, None)):
+        raise Error(f"the module {module_name!r} has no {name!r} to call.")
+    made = function()
+    if not isinstance(made, tuple) or len(made) not in (3, 4):
+        raise Error(
+            f"{place} must return (problem, train_batch, val_batch), or these and the weight optimiser; got "
+            f"{type(made).__name__}."
+        )
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +125,11 @@ def _run(words: list[str]) -> int:
         case ["plot", *rest]:
             plot = tyro.cli(tyro.conf.PositionalRequiredArgs[Plot], prog="bestresponse plot", args=rest)
             print("\n".join(str(path) for path in catalogue.draw(plot.folder)))
+        case ["check", *rest] if rest:
+            checked = tyro.cli(
+                tyro.conf.PositionalRequiredArgs[CheckProblem], prog="bestresponse check", args=rest
+            )
+            return checked.run()
         case ["--version", *_]:
             print(version("bestresponse"))
         case ["reproduce", name, *_] if not name.startswith("-"):

@@ -213,8 +213,8 @@ class _Mean(Linearisation):
             self._add_product(total, number, weight, v)
         return total
 
-    def in_turn(self) -> Callable[[Tree], Tree]:
-        count = 0
+    def in_turn(self, first: int) -> Callable[[Tree], Tree]:
+        count = first
 
         def product(v: Tree) -> Tree:
             nonlocal count
@@ -249,7 +249,9 @@ class _Mean(Linearisation):
             if self._parts:
                 yield self._parts[number]
             else:
-                yield self._curvature.linearise(self._passes, self._batches.batches[number])
+                part = self._curvature.linearise(self._passes, self._batches.batches[number])
+                self.detail = part.detail
+                yield part
 
 
 def _warn_of_kinks(problem: Problem, loss: Tensor, weights: Mapping[str, Tensor]) -> None:

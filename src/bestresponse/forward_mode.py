@@ -13,7 +13,7 @@ from .passes import Passes
 
 
 class ForwardOverReverse(Linearisation):
-    """A v = d/dε ∂L_T/∂w (w + εv), on dual numbers w + εv; the mixed term is ∂/∂λ of d/dε L_T(w + εv)."""
+    """A v = d/dε ∂L_T/∂w (w + εv), on dual numbers w + εv; the mixed term is d/dε ∂L_T/∂λ (w + εv)."""
 
     def __init__(self, passes: Passes, batch: Any) -> None:
         self._passes, self._batch = passes, batch
@@ -34,14 +34,13 @@ class ForwardOverReverse(Linearisation):
         }
 
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
+        # Along v as well, and not in reverse through dual numbers, which fails in torch's softmax.
         hyperparameters = self._passes.problem.hyperparameters
         with forward_ad.dual_level(), _graph.missing_derivatives_told():
             loss, _ = self._at_duals(v)
-            slope = _tangent(loss)
-            if slope is None or not slope.requires_grad:
-                return dict.fromkeys(hyperparameters)
-            products = torch.autograd.grad(slope, list(hyperparameters.values()), allow_unused=True)
-        return dict(zip(hyperparameters, products, strict=True))
+            slopes = torch.autograd.grad(loss, list(hyperparameters.values()), allow_unused=True)
+            tangents = [None if g is None else _tangent(g) for g in slopes]
+        return dict(zip(hyperparameters, tangents, strict=True))
 
     def _at_duals(self, v: Tree) -> tuple[Tensor, Tree]:
         """The training loss at w + εv, and those dual weights."""

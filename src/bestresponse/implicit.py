@@ -13,12 +13,12 @@ from . import _graph, _tree
 from ._tree import Tree
 from .batches import weighted
 from .curvature import Hessian, linearise
-from .errors import ArgumentTypeError, DivergedError, EvaluationError
+from .errors import ArgumentError, ArgumentTypeError, DivergedError, EvaluationError
 from .linearisation import Curvature, Linearisation, require_curvature
 from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
-from .solvers import ConjugateGradient, Solution, Solver
+from .solvers import SOBA, ConjugateGradient, Neumann, Solution, Solver
 
 
 class Method(ABC):
@@ -190,6 +190,11 @@ class Implicit(Method):
                 f"Implicit.solver must be a solver, such as Neumann(terms=20); got {self.solver!r}."
             )
         require_curvature("Implicit", self.curvature)
+        if self.warm_start and isinstance(self.solver, Neumann) and self.solver.fresh_batches:
+            raise ArgumentError(
+                "Neumann(fresh_batches=True) estimates the solution from zero, and from a warm start would tend to "
+                "that of its first batch; got warm_start=True. Use solvers.SOBA(fresh_batches=True)."
+            )
 
     @property
     def twice(self) -> bool:
@@ -234,6 +239,12 @@ class Implicit(Method):
         state = problem.state(self)
         if self.warm_start:
             problem.meet(self)
+        elif isinstance(self.solver, SOBA):
+            problem.warn_once(
+                "cold steps",
+                "SOBA makes a few steps a call from the last solution, which needs warm_start=True; without it each "
+                "call begins at zero.",
+            )
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
         solver = self.solver.opening() if self.warm_start and start is None else self.solver
         diagonal = (
@@ -241,8 +252,14 @@ class Implicit(Method):
         )
         make_inverse = getattr(getattr(solver, "preconditioner", None), "inverse", None)
         inverse = None if make_inverse is None else make_inverse(passes, batch)
-        products = system.in_turn() if getattr(solver, "fresh_batches", False) else system
-        return solver.solve(products, b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse)
+        # A run of steps goes on with the batch after the last one.
+        fresh = getattr(solver, "fresh_batches", False)
+        products = system.in_turn(state.memory.get("count", 0)) if fresh else system
+        solution = solver.solve(
+            products, b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse
+        )
+        said = "; ".join(filter(None, (solution.report.detail, getattr(inverse, "detail", ""))))
+        return replace(solution, report=replace(solution.report, detail=said))
 
 
 @dataclass(frozen=True, eq=False)

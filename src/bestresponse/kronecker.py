@@ -10,16 +10,21 @@ from torch import Tensor, nn
 
 from ._tree import Tree
 
+# The largest side of a factor, of which the eigenvalues are taken.
+LARGEST = 4_096
 _FORWARDS = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)}
 
 
 def supported(module: nn.Module) -> bool:
-    """Whether a layer has factors: one of torch's own, whose forward pass nobody has changed."""
-    if isinstance(module, nn.Embedding) and (
-        module.sparse or module.scale_grad_by_freq or module.max_norm is not None
-    ):
+    """Whether a layer has factors: one of torch's own, whose forward pass nobody has changed, and not too large."""
+    weight = module._parameters.get("weight")
+    if type(module).forward not in _FORWARDS or "forward" in vars(module) or weight is None:
         return False
-    return type(module).forward in _FORWARDS
+    if isinstance(module, nn.Embedding):
+        changed = module.sparse or module.scale_grad_by_freq or module.max_norm is not None
+        return not changed and weight.shape[1] <= LARGEST
+    groups: int = getattr(module, "groups", 1)
+    return max(weight[0].numel() + 1, weight.shape[0] // groups) <= LARGEST
 
 
 class Layer:
@@ -28,7 +33,9 @@ class Layer:
     A is [groups, in, in]; for an embedding, whose inputs are unit vectors, the diagonal [in]. G is [groups, out, out].
     """
 
-    def __init__(self, module: Any, names: Mapping[int, str], uses: Counter[int]) -> None:
+    def __init__(
+        self, module: Any, names: Mapping[int, str], uses: Counter[int], inputs: Sequence[Tensor]
+    ) -> None:
         self._module = module
         self._embeds = isinstance(module, nn.Embedding)
         self._groups = getattr(module, "groups", 1)
@@ -37,10 +44,11 @@ class Layer:
         own = bias is not None and id(bias) in names and uses[id(bias)] <= uses[id(module.weight)]
         self.bias = names[id(bias)] if own else None
         self.names = [self.weight] if self.bias is None else [self.weight, self.bias]
+        self._set_inputs(inputs)
         self.g = module.weight.detach().new_zeros(self._groups, self._out, self._out)
 
     @torch.no_grad()
-    def set_inputs(self, inputs: Sequence[Tensor]) -> None:
+    def _set_inputs(self, inputs: Sequence[Tensor]) -> None:
         """A = (1/R) Σ a aᵀ over the inputs of all calls."""
         if self._embeds:
             padding = self._module.padding_idx
@@ -53,7 +61,7 @@ class Layer:
         if self.bias is not None:
             rows = torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], dim=2)
         rows = rows.transpose(0, 1)
-        self.a = rows.mT @ rows / rows.shape[1]
+        self.a = rows.mT @ rows / max(1, rows.shape[1])
 
     @torch.no_grad()
     def add_slopes(self, slopes: Sequence[Tensor | None]) -> None:
@@ -100,9 +108,9 @@ class Layer:
         """Weigh both factors, as the first of a mean."""
         self.a, self.g = self.a * weight, self.g * weight
 
-    def add_(self, other: "Layer", weight: float) -> None:
+    def add_(self, other: "Layer") -> None:
         """Add the factors of another batch."""
-        self.a, self.g = self.a + weight * other.a, self.g + weight * other.g
+        self.a, self.g = self.a + other.a, self.g + other.g
 
     def product(self, v: Tree) -> Tree:
         """G V A."""

@@ -40,8 +40,8 @@ class Linearisation(ABC):
         With ``last`` it is the last call: what the linearisation held is freed.
         """
 
-    def in_turn(self) -> Callable[[Tree], Tree]:
-        """Products with the curvature of one batch at a time, each with the next of several."""
+    def in_turn(self, first: int) -> Callable[[Tree], Tree]:
+        """Products with the curvature of one batch at a time, each with the next of several, from a number on."""
         raise ArgumentError(
             "a solver with fresh_batches=True needs several training batches; got one. Pass Batches([...])."
         )

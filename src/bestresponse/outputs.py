@@ -27,6 +27,17 @@ def listed(outputs: Any, owner: str = "a curvature") -> list[Any]:
     return list(values)
 
 
+def with_graph(outputs: Any, owner: str) -> list[Tensor]:
+    """The tensors among the outputs that have a derivative; raises where there is none."""
+    moving = [x for x in listed(outputs, owner) if depends(x)]
+    if not moving:
+        raise EvaluationError(
+            f"the outputs of {owner}.predict must depend on the weights by a graph; got detached ones. "
+            "Look for detach(), no_grad() or .data in it."
+        )
+    return moving
+
+
 def depends(output: Any) -> bool:
     """Whether an output has a derivative: others (masks, indices, constants) are handed on as they are."""
     return isinstance(output, Tensor) and output.requires_grad
@@ -73,8 +84,8 @@ def output_hessian(
 
 def output_root(
     loss: Any, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
-) -> tuple[int, Callable[[Tensor], list[Tensor]]]:
-    """The number D of outputs of an example, and the map ξ ↦ S ξ of [N, D] with S Sᵀ = H.
+) -> tuple[int, int, Callable[[Tensor], list[Tensor]]]:
+    """The number N of examples, that D of the outputs of each, and the map ξ ↦ S ξ of [N, D] with S Sᵀ = H.
 
     For a loss that is a sum over the examples, which the first dimension of all outputs counts: H has a
     block for each. Only of the outputs that are ``wanted``. The loss's own root where it has one; else from the
@@ -82,7 +93,8 @@ def output_root(
     """
     if hasattr(loss, "output_root") and isinstance(outputs, Tensor):
         own = loss.output_root(outputs.detach(), batch)
-        return outputs[:1].numel(), lambda xi: [own(xi.view_as(outputs))]
+        examples = len(outputs) if outputs.ndim > 1 else 1
+        return examples, outputs.numel() // max(1, examples), lambda xi: [own(xi.view_as(outputs))]
     weigh = output_hessian(loss, outputs, moving, batch)
     live = list(compress(moving, wanted))
     lengths = {len(x) if x.ndim else 1 for x in live}
@@ -109,20 +121,11 @@ def output_root(
         return torch.cat([x.reshape(examples, -1) for x in compress(weigh(pushed), wanted)], dim=1)
 
     like = live[0].detach().new_zeros(examples, size)
-    blocks = torch.stack(
-        [product(like.index_fill(1, torch.tensor(c, device=like.device), 1.0)) for c in range(size)], 2
-    )
-    probe = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=like.dtype).to(
-        like.device
-    )
-    whole = product(probe)
-    # Where the outputs are saturated, the whole Hessian is rounding.
-    rounding = 1e-2 * float(whole.abs().max()) + 1e3 * torch.finfo(like.dtype).eps
-    if not float((whole - (blocks @ probe.unsqueeze(2)).squeeze(2)).abs().max()) <= rounding:
-        raise EvaluationError(
-            "KFAC needs a loss that is a sum over examples, the first dimension of the outputs; got one whose "
-            "Hessian couples them. Use GaussNewton."
-        )
+    columns = [like.index_fill(1, torch.tensor(c, device=like.device), 1.0) for c in range(size)]
+    # Half precision has no eigenvalues.
+    wide = torch.promote_types(like.dtype, torch.float32)
+    blocks = torch.stack([product(column).to(wide) for column in columns], dim=2)
+    rounding = _check_blocks(blocks, lambda u: product(u.to(like.dtype)).to(wide))
     values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
     if not float(values.min()) >= -rounding:
         raise EvaluationError(
@@ -130,4 +133,20 @@ def output_root(
             f"curvature of {float(values.min()):.3g}. Use Hessian."
         )
     roots = vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)
-    return size, lambda xi: split((roots @ xi.unsqueeze(2)).squeeze(2))
+    return examples, size, lambda xi: split((roots @ xi.to(wide).unsqueeze(2)).squeeze(2).to(like.dtype))
+
+
+def _check_blocks(blocks: Tensor, product: Callable[[Tensor], Tensor]) -> float:
+    """Raise where the Hessian is more than its blocks; what counts as rounding, where outputs are saturated too."""
+    rounding = 1e-2 * float(blocks.abs().max()) + 1e3 * torch.finfo(blocks.dtype).eps / len(blocks)
+    ones = torch.ones_like(blocks[:, 0])
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(ones.shape, generator=generator, dtype=ones.dtype).to(ones.device)
+    for probe in (ones, random):
+        apart = product(probe) - (blocks @ probe.unsqueeze(2)).squeeze(2)
+        if not float(apart.abs().max()) <= rounding * max(1.0, float(probe.abs().max())):
+            raise EvaluationError(
+                "KFAC needs a loss that is a sum over examples, the first dimension of the outputs; got one whose "
+                "Hessian couples them. Use GaussNewton."
+            )
+    return rounding

@@ -129,7 +129,8 @@ class Passes:
             loss = function(self.problem.model, self.problem.hyper, batch)
         else:
             placed = {place: weights[name] for place, name in self._places.items()}
-            loss = torch.func.functional_call(self._losses, placed, (function, batch), tie_weights=False)
+            with no_checkpoints():
+                loss = torch.func.functional_call(self._losses, placed, (function, batch), tie_weights=False)
         loss = checked_loss(name, loss)
         refuse_not_finite(name, loss)
         if weights is not None:
@@ -241,6 +242,26 @@ def _without(backends: Sequence[Any], modules: Iterable[nn.Module]) -> Iterator[
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
         yield
+
+
+_NO_CHECKPOINTS = (
+    "this method puts other tensors in the place of the weights, and needs a forward pass without "
+    "torch.utils.checkpoint and other hooks of saved tensors: a part that is computed again in the backward pass "
+    "would see the weights themselves. Turn it off in the model, or use Implicit() with Hessian() or GaussNewton, "
+    "which work with use_reentrant=False."
+)
+
+
+@contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """Refuse checkpointing where other tensors stand in the place of weights: with these back it computes others."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTS):
+            yield
+    except RuntimeError as error:
+        if str(error) != _NO_CHECKPOINTS:
+            raise
+        raise EvaluationError(_NO_CHECKPOINTS) from error
 
 
 def places(root: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -238,6 +238,7 @@ def _split(model: nn.Module, hyper: nn.Module) -> tuple[dict[str, nn.Parameter],
             f"model must have a trainable parameter that is not a hyperparameter; {type(model).__name__} has "
             "none. Set requires_grad on its weights, or pass the part to be tuned alone as hyper."
         )
+    _warn_of_trained_rates(model, {id(w) for w in weights.values()})
     both = [*weights.items(), *hyperparameters.items()]
     complex_ = [n for n, p in both if p.is_complex()]
     if complex_:
@@ -246,6 +247,25 @@ def _split(model: nn.Module, hyper: nn.Module) -> tuple[dict[str, nn.Parameter],
             "Store real and imaginary parts as real parameters (torch.view_as_real)."
         )
     return weights, hyperparameters
+
+
+def _warn_of_trained_rates(model: nn.Module, weights: set[int]) -> None:
+    """Warn of modules of ours in the model whose parameters would be trained as weights."""
+    ours = f"{__package__}.hyperparameters"
+    trained = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith(ours)
+        and any(id(p) in weights for p in module.parameters(recurse=False))
+    ]
+    if trained:
+        warnings.warn(
+            f"the model's {trained[:5]} have hyperparameters that are not in hyper, and will be trained as weights, on "
+            "the training loss. Put them with all that is tuned into one submodule of the model, and give that as "
+            "hyper; or freeze them with requires_grad_(False).",
+            BestResponseWarning,
+            stacklevel=4,
+        )
 
 
 def _refuse_shared(model: nn.Module, hyper: nn.Module) -> None:
@@ -258,5 +278,7 @@ def _refuse_shared(model: nn.Module, hyper: nn.Module) -> None:
         raise ArgumentError(
             f"hyper must be a submodule of model or share nothing with it; {type(hyper).__name__} holds "
             f"{list(dict.fromkeys(shared))[:5]} of the model, which would turn weights into hyperparameters. "
-            "Keep names, not the module, in hyper, and take the model as an argument of the loss."
+            "Keep names, not the module, in hyper, and take the model as an argument of the loss. Modules with "
+            "hyperparameters that run inside the model go into one submodule of it, and that is hyper: "
+            "model.tuned = nn.ModuleDict({...}), Problem(model, model.tuned, ...)."
         )

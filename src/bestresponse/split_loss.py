@@ -12,7 +12,7 @@ from . import _graph
 from ._tree import Tree
 from .errors import ArgumentTypeError, EvaluationError
 from .linearisation import Linearisation, reached_weights, warn_of_power_iterations
-from .outputs import depends, listed
+from .outputs import with_graph
 from .passes import Passes, checked_loss, refuse_not_finite
 
 Predict = Callable[[Any, Any, Any], Any]
@@ -65,12 +65,7 @@ class SplitLinearisation(Linearisation):
             self.detail = "rest by difference: each product costs a Hessian product more; give rest"
         passes.replay()
         outputs = self.predict(curvature, passes, batch)
-        moving = [x for x in listed(outputs, self._owner) if depends(x)]
-        if not moving:
-            raise EvaluationError(
-                f"the outputs of {self._owner}.predict must depend on the weights by a graph; got detached ones. "
-                "Look for detach(), no_grad() or .data in it."
-            )
+        moving = with_graph(outputs, self._owner)
         fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
         rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
         whole = fitted + rest

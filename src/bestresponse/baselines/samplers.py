@@ -56,17 +56,18 @@ def _levels(distribution: "Distribution", points: int) -> list[float]:
 
 
 def _reseeded(kind: "Callable[..., BaseSampler]", seed: int) -> "BaseSampler":
-    """A sampler that is made anew for each trial, with a seed of the trial's number.
+    """A sampler that is made anew for each trial, with a seed of the trial's place among all.
 
     With one seed for all, each process at a storage would draw the same values, and a run that goes on after
-    a kill would draw again what has been tried.
+    a kill would draw again what has been tried. A trial that is made again after a kill has the place of the first.
     """
     from optuna.samplers import BaseSampler
 
     class Reseeded(BaseSampler):
         def before_trial(self, study: Any, trial: Any) -> None:
             with no_warnings_of_our_choices():
-                self.present = kind(seed=random.Random(f"{seed}/{trial.number}").getrandbits(32))
+                place = _place(study, trial)
+                self.present = kind(seed=random.Random(f"{seed}/{place}").getrandbits(32))
             self.present.before_trial(study, trial)
 
         def infer_relative_search_space(self, *where: Any) -> Any:
@@ -79,3 +80,12 @@ def _reseeded(kind: "Callable[..., BaseSampler]", seed: int) -> "BaseSampler":
             return self.present.sample_independent(*where)
 
     return Reseeded()
+
+
+def _place(study: Any, trial: Any) -> int:
+    """A trial's number, without those that repeat a trial of a process that was stopped."""
+    origin = trial.system_attrs.get("failed_trial", trial.number)
+    return sum(
+        other.number < origin and "failed_trial" not in other.system_attrs
+        for other in study.get_trials(deepcopy=False)
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import _tree, rules
+from .. import _tree, measuring, rules
 from .._tree import Tree
 from ..baselines import search
 from ..curvature import Hessian
@@ -25,7 +25,7 @@ from ..sama import SAMA
 from ..solvers import ConjugateGradient, Exact, Identity, Neumann
 from ..solvers.direct import dense
 from ..unrolled import Forward, Unrolled
-from . import classification, data, measuring, regression
+from . import classification, data, regression
 
 if TYPE_CHECKING:
     from .methods import Methods

@@ -75,7 +75,9 @@ class LSTM(Options):
     save_every: int = 20
     """Hyper-steps between two saved states."""
     overfit: bool = False
-    """Whether to overfit the validation text instead."""
+    """Whether to overfit the validation text instead: --budget weight steps, --weight-steps of them before each
+    hyper-step, on ten sequences of --length words for training and ten for validation. --units, --seed and
+    --save-every count as well; the other options do not."""
 
 
 PRESETS: dict[Preset, LSTM] = {

@@ -18,8 +18,8 @@ class Options:
     """What every experiment is told."""
 
     preset: Preset = "smoke"
-    """Where the other options begin: smoke takes under a minute and no data files, cpu under ten minutes on two
-    cores with real data, paper is the paper's whole setting."""
+    """Where the other options begin: smoke takes under a minute and no data files, and shows that all runs, no more;
+    cpu takes minutes on two cores with real data (augment and lstm an hour); paper is the paper's whole setting."""
     seeds: int = 1
     """How many seeds to run; the table has the mean and the standard deviation over them."""
     seed: int = 0
@@ -33,7 +33,8 @@ class Options:
     """The folder of data files; also the environment variable BESTRESPONSE_DATA. docs/reproducing.md says which
     files of each data set."""
     out: Path | None = None
-    """The folder to write to; by default a name under runs/. An earlier run's files there are replaced."""
+    """The folder to write to; by default a name under runs/. An earlier run's files there are replaced; augment and
+    lstm go on with its rows where their options are the same."""
 
     def all_seeds(self) -> Iterator[int]:
         """Each seed, in turn."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import measuring
 from ..hypernetworks import LinearHypernetwork, SelfTuning
 from ..hypernetworks.base import Hypernetwork
 from ..implicit import Direct, Implicit, Method, hypergradient
 from ..problem import Problem
 from ..solvers import ConjugateGradient, Neumann
 from ..unrolled import Forward, Unrolled
-from . import measuring
 
 Work = Callable[[Problem, int], object]
 

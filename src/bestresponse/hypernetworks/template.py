@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import _graph
 from .._tree import Tree
 from ..errors import ArgumentError, EvaluationError
-from ..passes import places, refuse_max_norm
+from ..passes import no_checkpoints, places, refuse_max_norm
 from ..problem import Problem
 
 
@@ -62,7 +62,8 @@ class Template(nn.Module):
         named = {f"model.{name}": x for name, x in weights.items()}
         named |= {f"hyper.{name}": x for name, x in values.items()}
         placed = {place: named[name] for place, name in self._places.items()}
-        return torch.func.functional_call(self, placed, (function, *arguments), tie_weights=False)
+        with no_checkpoints():
+            return torch.func.functional_call(self, placed, (function, *arguments), tie_weights=False)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -112,6 +112,7 @@ class System:
         target: turns a tolerance relative to the caller's right-hand side into one relative to this
             ``b``, which is the first residual where the solve starts warm.
         diagonal, inverse, memory: as given to `Solver.solve`.
+        dropped: the residual, in units of that of zero, of a start that was dropped; None where there was none.
     """
 
     A: Product
@@ -121,6 +122,7 @@ class System:
     diagonal: Tree | None
     memory: Mapping[str, Any]
     inverse: Inverse | None = None
+    dropped: float | None = None
 
 
 class Counted:
@@ -219,7 +221,13 @@ class Solver(ABC):
         """`solve` with the tolerance that a function gives for this solve, by how many there were before."""
         number = memory.pop("solves", 0)
         solver: Any = self
-        now: Solver = replace(solver, tolerance=solver.tolerance(number))
+        value = solver.tolerance(number)
+        if callable(value) or isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ArgumentError(
+                f"{type(self).__name__}.tolerance, a function of the number of solves before, must return a number "
+                f"≥ 0; got {value!r} for {number}."
+            )
+        now: Solver = replace(solver, tolerance=value)
         solution = now.solve(A, b, start=start, memory=memory, diagonal=diagonal, inverse=inverse)
         return replace(solution, memory={**solution.memory, "solves": number + 1})
 
@@ -235,7 +243,7 @@ class Solver(ABC):
         inverse: Inverse | None,
     ) -> Solution:
         """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
-        remaining, ratio = None, 1.0
+        remaining, ratio, dropped = None, 1.0, None
         if start is not None:
             remaining = _tree.add(b, add_damping(A(start), start, self.shift(memory)), -1.0)
             ratio = _tree.norm(remaining) / size
@@ -244,7 +252,7 @@ class Solver(ABC):
                 return Solution(_tree.copy(start), report, memory)
             along = _tree.dot(start, b) - _tree.dot(start, remaining)
             if not (ratio <= self.spoiled and (along > 0.0 or not self.needs_definite)):
-                start, remaining, ratio = None, None, 1.0
+                start, remaining, ratio, dropped = None, None, 1.0, ratio
         scale = size * ratio
         unit = _tree.scale(b, 1.0 / scale) if remaining is None else _tree.scale_(remaining, 1.0 / scale)
 
@@ -253,7 +261,7 @@ class Solver(ABC):
             left = add_damping(A(whole), whole, damping)
             return _tree.add(_tree.scale(b, 1.0 / scale), left, -1.0)
 
-        solution = self.iterate(System(A, unit, residual, 1.0 / ratio, diagonal, memory, inverse))
+        solution = self.iterate(System(A, unit, residual, 1.0 / ratio, diagonal, memory, inverse, dropped))
         del unit
         x = _tree.scale_(solution.x, scale)
         if start is not None:

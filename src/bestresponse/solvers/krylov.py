@@ -71,8 +71,8 @@ class ConjugateGradient(Solver):
             is the initial matrix.
         preconditioner: M⁻¹ as a function r ↦ M⁻¹ r of dicts of tensors, symmetric and positive definite; or a
             curvature with an inverse, such as `KFAC`, which `bestresponse.Implicit` takes at the weights and the
-            batch of each call. With ``recycle`` it is the initial matrix. A first solve that has yet to choose its
-            damping goes without.
+            batch of each call; a first solve that has yet to choose its damping goes without that. With
+            ``recycle`` it is the initial matrix.
 
     Reference: Hestenes and Stiefel (1952); for hypergradients, and tolerances that shrink, Pedregosa (2016); for
     ``recycle``, Morales and Nocedal (2000); for the estimate of the diagonal, Bekas, Kokiopoulou and Saad (2007).
@@ -212,7 +212,7 @@ class ConjugateGradient(Solver):
     @property
     def _makes_inverses(self) -> bool:
         """Whether the preconditioner is a curvature, of which the caller makes the inverse."""
-        return hasattr(self.preconditioner, "inverse")
+        return hasattr(self.preconditioner, "inverse") and hasattr(self.preconditioner, "linearise")
 
     def _chooses_now(self, system: System) -> bool:
         return self.damping is None and "damping" not in system.memory

@@ -37,7 +37,7 @@ def checked(preconditioner: Preconditioner) -> Preconditioner:
                 "a preconditioner must return a tensor for each of r's, of its shape, dtype and device; got "
                 f"{sorted(z)[:5] if isinstance(z, dict) else type(z).__name__} for {sorted(r)[:5]}."
             )
-        if not _tree.dot(r, z) > 0.0:
+        if not _tree.dot(r, z) > 0.0 and _tree.norm(r) > 0.0:
             raise ArgumentError(
                 f"a preconditioner must be positive definite; got rᵀM⁻¹r = {_tree.dot(r, z):.3g}. Give the inverse of "
                 "a matrix with positive eigenvalues, near A + δI."

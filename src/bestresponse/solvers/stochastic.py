@@ -18,7 +18,7 @@ class SOBA(Solver):
 
     A_k and b_k are those of the call's batches, so that along a run it is stochastic gradient descent on
     ½ xᵀA x − bᵀx. It is meant for ``Implicit(SOBA(), warm_start=True)`` with one weight step for each hyper-step. A
-    start is kept whatever its residual on the present batch, up to a thousand times that of zero. From zero it is
+    start is kept whatever its residual on the present batch, up to a hundred times that of zero. From zero it is
     the series ``Neumann(steps - 1, scale=ρ)``.
 
     Args:
@@ -39,7 +39,7 @@ class SOBA(Solver):
     fresh_batches: bool = False
 
     needs_definite = False
-    spoiled = 1000.0
+    spoiled = 100.0
 
     def __post_init__(self) -> None:
         require_integer("SOBA.steps", self.steps, 1)
@@ -51,23 +51,29 @@ class SOBA(Solver):
         require(0 <= self.decay < math.inf, "SOBA.decay", "≥ 0 and finite", self.decay)
 
     def iterate(self, system: System) -> Solution:
-        memory: dict[str, Any] = {"count": system.memory.get("count", 0)}
+        memory: dict[str, Any] = {**system.memory, "count": system.memory.get("count", 0)}
+        zero = _tree.zeros_like(system.b)
+        if system.dropped is not None:
+            status = Status.DIVERGED if math.isfinite(system.dropped) else Status.NOT_FINITE
+            detail = f"the residual grew to {system.dropped:.2g} times that of zero; begun again: use a smaller step"
+            return Solution(zero, Report(status, 0, 0, 1.0, scale=self.step_size, detail=detail), memory)
         step_size, earlier = self.step_size, 0.0
         if step_size is None:
             top, memory["vector"] = largest_curvature(system, 1)
-            step_size = 0.5 / top if top > 0.0 else 1.0
             if not math.isfinite(top):
-                return Solution(_tree.zeros_like(system.b), Report(Status.NOT_FINITE, 0, 0, 1.0))
-        x, r = _tree.zeros_like(system.b), system.b
+                return Solution(zero, Report(Status.NOT_FINITE, 0, 0, 1.0), dict(system.memory))
+            step_size = 0.5 / top if top > 0.0 else 1.0
+        x, r = _tree.copy(zero), system.b
         size, status = 1.0, Status.STEP_LIMIT
         for step in range(self.steps):
             rate = step_size / (1.0 + self.decay * memory["count"])
             if step:
-                r = _tree.add(r, system.A(r), -earlier)
+                # Another batch has another residual of the whole of x.
+                r = system.residual(x, 0.0) if self.fresh_batches else _tree.add(r, system.A(r), -earlier)
                 size = _tree.norm(r)
-            if not size <= _GROWTH:
+            if not size <= (self.spoiled if self.fresh_batches else _GROWTH):
                 status = Status.DIVERGED if math.isfinite(size) else Status.NOT_FINITE
-                x, size = _tree.zeros_like(x), 1.0
+                x, size = zero, 1.0
                 break
             _tree.add_(x, r, rate)
             earlier = rate

@@ -1,0 +1,159 @@
+"""Checks of the two losses: what they depend on, and whether they are functions of it."""
+
+from typing import Any
+
+import torch
+
+from .. import _graph, _tree
+from .._requirements import check_weight_optimizer
+from ..batches import Batches
+from ..errors import Error
+from .findings import Bench, halves, named
+
+_NOISE = 1e-6
+
+
+def examine(bench: Bench, weight_optimizer: Any = None) -> None:
+    """Look at values, dependence, repeatability, scale and captured parameters."""
+    with bench.errors_told("losses"):
+        _dependence(bench)
+    if bench.failed("losses"):
+        return
+    _repeatability(bench)
+    for name, batch in (("train_loss", bench.train), ("val_loss", bench.val)):
+        _scale(bench, name, batch)
+    _captured(bench)
+    if weight_optimizer is not None:
+        with bench.errors_told("weight optimiser"):
+            check_weight_optimizer(bench.problem, weight_optimizer)
+            bench.say(
+                "ok", "weight optimiser", "it holds every weight, no hyperparameter, and no decay of its own."
+            )
+
+
+def _dependence(bench: Bench) -> None:
+    problem = bench.problem
+    hyper = problem.hyperparameters
+    with problem.undisturbed(bench.seed) as passes:
+        train = passes.train_loss(bench.train)
+        of_train = _graph.leaves(train)
+        val = passes.val_loss(bench.val)
+        of_val = _graph.leaves(val)
+    bench.say("ok", "losses", f"finite: train_loss {float(train):.4g}, val_loss {float(val):.4g}.")
+    if not any(id(w) in of_val for w in problem.weights.values()):
+        bench.say(
+            "error",
+            "losses",
+            "val_loss must depend on a weight; it reaches none, so that nothing comes through the weights. Compute "
+            "it from the model that is passed in; or use Direct().",
+        )
+    unreached = [n for n, w in problem.weights.items() if id(w) not in of_train]
+    if len(unreached) == len(problem.weights):
+        bench.say(
+            "error",
+            "losses",
+            "train_loss must depend on the weights; it reaches none of them. Compute it from the model that is "
+            "passed in, without detach() or no_grad().",
+        )
+    elif unreached:
+        bench.say(
+            "warning",
+            "losses",
+            f"train_loss does not reach the weights {named(unreached)}: they have no best response. Freeze "
+            "them, or look for a branch that is not taken.",
+        )
+    lost = [n for n, p in hyper.items() if id(p) not in of_train | of_val]
+    if lost:
+        bench.say(
+            "error",
+            "hyperparameters",
+            f"{named(lost)} reach neither loss, so that their hypergradient would be zero. Use them in a loss "
+            "through the argument hyper, or freeze them with requires_grad_(False).",
+        )
+    direct = [n for n, p in hyper.items() if id(p) in of_val]
+    if not direct:
+        text = (
+            "the game is pure-response: val_loss does not read them, so that all comes through the weights."
+        )
+    elif not any(id(p) in of_train for p in hyper.values()):
+        text = "train_loss reads none of them: all of the hypergradient is direct, and Direct() gives it."
+    else:
+        text = f"val_loss itself reads {named(direct)}: the hypergradient has a direct part."
+    bench.say("note", "hyperparameters", text)
+
+
+def _repeatability(bench: Bench) -> None:
+    """Run each loss twice from the same state, and see that no pass edits the weights."""
+    problem = bench.problem
+    kept = _tree.copy({**problem.weights})
+    try:
+        for name, batch in (("train_loss", bench.train), ("val_loss", bench.val)):
+            with problem.undisturbed(bench.seed) as passes, torch.no_grad():
+                run = getattr(passes, name)
+                values = [float(_detached(run, batch)) for _ in range(3)]
+            spread = max(values) - min(values)
+            if spread > _NOISE * max(map(abs, values)):
+                bench.say(
+                    "error",
+                    "repeatability",
+                    f"{name} must give the same value twice from the same weights and random state; got "
+                    f"{values[0]:.6g} and {values[1]:.6g}. A mask or augmentation is drawn from a generator of "
+                    "its own, or something is counted: draw from torch's global generator, which each pass puts back.",
+                )
+        edited = [n for n, w in problem.weights.items() if not torch.equal(w.detach(), kept[n])]
+        if edited:
+            bench.say(
+                "error",
+                "repeatability",
+                f"a pass must leave the weights as they are; one edits {named(edited)}, which autograd does not "
+                "see. Compute the changed weights in the forward pass, or constrain them after the step.",
+            )
+    finally:
+        _tree.write_(problem.weights, kept)
+    if not bench.failed("repeatability"):
+        bench.say(
+            "ok", "repeatability", "both losses are functions of weights and random state: passes agree."
+        )
+
+
+def _detached(run: Any, batch: Any) -> Any:
+    with torch.enable_grad():
+        return run(batch).detach()
+
+
+def _scale(bench: Bench, name: str, batch: Any) -> None:
+    """Whether a loss is a mean over the batch: that of the whole is the mean of those of its halves."""
+    parts = None if isinstance(batch, Batches) else halves(batch)
+    if parts is None:
+        return
+    try:
+        with bench.problem.undisturbed(bench.seed) as passes:
+            whole, first, second = (float(getattr(passes, name)(x).detach()) for x in (batch, *parts))
+    except (Error, RuntimeError, IndexError, ValueError, KeyError, TypeError):
+        return  # a loss that does not take half of a batch
+    excess = (whole - (first + second) / 2.0) / (abs(whole) or 1.0)
+    # Exactly one half for a sum; less with a regulariser, which is the same in all three.
+    if 0.3 < excess < 0.6:
+        bench.say(
+            "error" if name == "train_loss" else "warning",
+            "scale",
+            f"{name} must be a mean over the batch; it looks like a sum: {whole:.4g} for the batch, {first:.4g} and "
+            f"{second:.4g} for its halves. A regulariser then weighs less in a larger batch. Use the mean.",
+        )
+
+
+def _captured(bench: Bench) -> None:
+    """Whether the losses read weights past their argument model, as methods that put others in their place can't."""
+    problem = bench.problem
+    copies = {n: w.detach().clone().requires_grad_() for n, w in problem.weights.items()}
+    for name, batch in (("train_loss", bench.train), ("val_loss", bench.val)):
+        try:
+            with problem.undisturbed(bench.seed) as passes:
+                getattr(passes, name)(batch, copies)
+        except Error as error:
+            bench.say(
+                "warning",
+                "captured parameters",
+                f"{error} Implicit, Penalty and SAMA work as it is; Unrolled, Forward and hypernetworks do not.",
+            )
+            return

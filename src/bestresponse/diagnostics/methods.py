@@ -1,0 +1,115 @@
+"""What each method gives on a problem, and what it costs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .. import _tree, measuring
+from .._tree import Tree
+from ..curvature import FiniteDifference
+from ..errors import Error
+from ..implicit import Direct, Implicit, Method, hypergradient
+from ..penalty import Penalty
+from ..solvers import ConjugateGradient, Identity, Neumann
+from ..unrolled import Unrolled
+from .findings import Bench
+from .spectrum import Spectrum
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on the problem.
+
+    Attributes:
+        method: its name.
+        slope: its hypergradient along the direction of the re-training; None where it failed.
+        cosine: that with the reference, conjugate gradient of fifty steps.
+        products: with the curvature, in the second of two calls.
+        seconds, memory: of that call, in training gradients; None where not measured.
+        said: the status of its solve, or the error.
+    """
+
+    method: str
+    slope: float | None
+    cosine: float | None
+    products: int | None
+    seconds: float | None
+    memory: float | None
+    said: str
+
+
+def candidates(bench: Bench, spectrum: Spectrum, purely_direct: bool) -> dict[str, Method]:
+    """The methods that a check compares."""
+    rate = 1.0 / spectrum.highest if spectrum.highest > 0.0 else 0.1
+    if purely_direct:
+        return {"Direct()": Direct()}
+    if bench.failed("second derivatives"):
+        return {
+            "Implicit(curvature=FiniteDifference())": Implicit(curvature=FiniteDifference()),
+            f"Penalty(10, {rate:.2g})": Penalty(10, rate),
+        }
+    found: dict[str, Method] = {
+        "Implicit()": Implicit(),
+        "Implicit(Neumann(20))": Implicit(Neumann(20)),
+        "Implicit(Neumann(3))": Implicit(Neumann(3)),
+        "Implicit(Identity())": Implicit(Identity()),
+    }
+    if not any(f.topic == "captured parameters" for f in bench.findings):
+        found[f"Unrolled(10, {rate:.2g})"] = Unrolled(10, rate)
+    return found
+
+
+def reference(bench: Bench) -> Tree | None:
+    """The hypergradient by conjugate gradient of fifty steps, damped where it must be."""
+    curvature = {"curvature": FiniteDifference()} if bench.failed("second derivatives") else {}
+    method = Implicit(ConjugateGradient(50, tolerance=1e-4, damping=None), **curvature)  # type: ignore[arg-type]
+    try:
+        return hypergradient(bench.problem, bench.train, bench.val, method, bench.seed).total
+    except Error as error:
+        bench.say("error", "hypergradient", str(error))
+        return None
+
+
+def compare(
+    bench: Bench, methods: Mapping[str, Method], optimizer: Any, direction: Tree, best: Tree
+) -> list[Row]:
+    """Run each method, and time it."""
+    known = optimizer if isinstance(optimizer, Optimizer) else None
+    problem = bench.problem
+
+    def gradient() -> None:
+        with problem.undisturbed(bench.seed, twice=False) as passes:
+            torch.autograd.grad(
+                passes.train_loss(bench.train), list(problem.weights.values()), allow_unused=True
+            )
+
+    unit = measuring.peak_bytes(gradient)
+    rows = [Row("the reference", _tree.dot(best, direction), 1.0, None, None, None, "")]
+    for name, method in methods.items():
+        call = partial(hypergradient, problem, bench.train, bench.val, method, bench.seed, known)
+        try:
+            call()  # a first call may take more steps than those after it
+            taken = measuring.seconds({"gradient": gradient, "call": call}, repeats=3)
+            memory = measuring.peak_bytes(call)
+            h = call()
+        except Error as error:
+            rows.append(Row(name, None, None, None, None, None, str(error)))
+            continue
+        sizes = _tree.norm(h.total) * _tree.norm(best)
+        rows.append(
+            Row(
+                name,
+                _tree.dot(h.total, direction),
+                _tree.dot(h.total, best) / sizes if sizes > 0.0 else math.nan,
+                None if h.solve is None else h.solve.products,
+                taken["call"] / taken["gradient"],
+                memory / max(1, unit),
+                "" if h.solve is None else str(h.solve.status),
+            )
+        )
+    return rows

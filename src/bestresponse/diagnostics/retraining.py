@@ -1,0 +1,78 @@
+"""The change of the validation loss along one direction of the hyperparameters, by training again."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from .._tree import Tree
+from ..errors import Error
+from ..passes import Passes
+from .findings import Bench
+
+_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Retraining:
+    """d/dε L_V(w_S(λ + ε d)), with w_S after S steps from the present weights on the training batch.
+
+    Attributes:
+        slope: the difference quotient.
+        error: how far those of two step sizes are apart, and their rounding.
+        steps: S.
+    """
+
+    slope: float
+    error: float
+    steps: int
+
+
+def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, steps: int) -> Retraining | None:
+    """Train twice for two sizes of ε, by heavy-ball steps of 1/λ_max; None where training fails.
+
+    ``predicted`` is what a hypergradient says of the slope along ``direction``, and sets the size of ε.
+    """
+    problem = bench.problem
+    live = problem.hyperparameters
+    kept = _tree.copy(live)
+    double = all(w.dtype == torch.float64 for w in problem.weights.values())
+
+    def after(step: float) -> float:
+        try:
+            with torch.no_grad():
+                for name, p in live.items():
+                    p.add_(direction[name], alpha=step)
+            with problem.undisturbed(bench.seed) as passes:
+                weights = _trained(passes, bench.train, 0.5 / highest, steps)
+                return float(passes.val_loss(bench.val, weights).detach())
+        finally:
+            _tree.write_(live, kept)
+
+    try:
+        value = after(0.0)
+        wanted = (1e-6 if double else 1e-3) * (abs(value) or 1.0)
+        size = min(wanted / max(abs(predicted), 1e-300), 0.1 * (1.0 + _tree.norm(kept)))
+        coarse, fine = ((after(h) - after(-h)) / (2.0 * h) for h in (size, size / 2.0))
+    except Error as error:
+        bench.say("note", "re-training", f"not compared: {error}")
+        return None
+    precision = torch.finfo(torch.float64 if double else torch.float32).eps
+    return Retraining(fine, abs(coarse - fine) + 4.0 * precision * abs(value) / size, steps)
+
+
+def _trained(passes: Passes, batch: object, rate: float, steps: int) -> Tree:
+    """The weights after heavy-ball steps, outside the model."""
+    weights: dict[str, Tensor] = {n: w.detach().clone() for n, w in passes.problem.weights.items()}
+    velocity = _tree.zeros_like(weights)
+    for _ in range(steps):
+        leaves = {n: w.requires_grad_() for n, w in weights.items()}
+        loss = passes.train_loss(batch, leaves)
+        gradient = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        with torch.no_grad():
+            for (name, w), g in zip(weights.items(), gradient, strict=True):
+                if g is not None:
+                    velocity[name].mul_(_MOMENTUM).add_(g)
+                weights[name] = w.detach() - rate * velocity[name]
+    return {n: w.requires_grad_() for n, w in weights.items()}

@@ -1,0 +1,115 @@
+"""The curvature of the training loss, and how far the weights are from a place where it stands still."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import _tree
+from ..curvature import FiniteDifference, Hessian, linearise
+from ..errors import Error
+from ..linearisation import Curvature
+from ..solvers import MINRES, ConjugateGradient
+from ..solvers.direct import dense
+from .findings import Bench
+
+_DENSE = 300
+_SINGULAR = 1e-6
+_ILL = 1e-5
+_STEPS = 30
+_FAR = 0.1
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What is known of the Hessian at the present weights, on the training batch.
+
+    Attributes:
+        lowest, highest: its extreme eigenvalues; where ``whole`` is false, those that a Krylov space of 30 products
+            saw: the highest to some percent, the lowest from above.
+        whole: whether they are those of the dense matrix.
+        gradient: ‖∂L_T/∂w‖.
+        to_gain: how far a quadratic model says that the training loss could still fall on this batch.
+    """
+
+    lowest: float
+    highest: float
+    whole: bool
+    gradient: float
+    to_gain: float
+
+
+def examine(bench: Bench) -> Spectrum | None:
+    """Measure curvature and stationarity; None where no product can be made."""
+    problem = bench.problem
+    second = bench.failed("second derivatives")
+    curvature: Curvature = FiniteDifference() if second else Hessian()
+    try:
+        with problem.undisturbed(bench.seed, twice=curvature.twice) as passes:
+            loss = passes.train_loss(bench.train)
+            live = list(problem.weights.values())
+            gradients = torch.autograd.grad(loss, live, allow_unused=True)
+            system = linearise(curvature, passes, bench.train)
+            known = dict(zip(problem.weights, gradients, strict=True))
+            g = {n: x for n in system.names if (x := known[n]) is not None}
+            if _tree.size(g) <= _DENSE:
+                matrix = dense(system, g)
+                values = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
+                lowest, highest, whole = float(values[0]), float(values[-1]), True
+            else:
+                generator = torch.Generator().manual_seed(2)
+                b = {n: torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for n, x in g.items()}
+                ritz = MINRES(_STEPS, tolerance=0.0).solve(system, b).report.curvature
+                if ritz is None:
+                    bench.say(
+                        "error", "curvature", "products with the Hessian must be finite; got NaN or infinity."
+                    )
+                    return None
+                lowest, highest, whole = *ritz, False
+            step = ConjugateGradient(20, tolerance=1e-3, damping=None).solve(system, g).x
+    except Error as error:
+        bench.say("error", "curvature", str(error))
+        return None
+    spectrum = Spectrum(lowest, highest, whole, _tree.norm(g), _tree.dot(g, step) / 2.0)
+    _tell(bench, spectrum, float(loss.detach()))
+    return spectrum
+
+
+def _tell(bench: Bench, spectrum: Spectrum, loss: float) -> None:
+    low, high = spectrum.lowest, spectrum.highest
+    seen = "eigenvalues" if spectrum.whole else f"eigenvalues seen in {_STEPS} products"
+    bench.say(
+        "note",
+        "curvature",
+        f"{seen} from {low:.3g} to {high:.3g}: a Neumann series converges for a scale below {2.0 / high:.3g}."
+        if high > 0.0
+        else f"{seen} from {low:.3g} to {high:.3g}.",
+    )
+    size = max(abs(low), abs(high))
+    if low < -_ILL * size:
+        bench.say(
+            "warning",
+            "curvature",
+            "the Hessian is indefinite, so that a Neumann series diverges and undamped conjugate gradient stops. Give "
+            "GaussNewton(predict, loss, rest) as the curvature where the loss is convex in the outputs; or let "
+            "ConjugateGradient(damping=None) choose a damping, as Implicit() does.",
+        )
+    if abs(low) <= (_SINGULAR if spectrum.whole else _ILL) * size or high <= 0.0:
+        bench.say(
+            "warning",
+            "curvature",
+            "the Hessian is singular or nearly: along some directions the training loss does not say where the "
+            "weights go, and their best response is anything. Add a regulariser to train_loss, or a damping.",
+        )
+    far = spectrum.to_gain > _FAR * abs(loss)
+    bench.say(
+        "warning" if far else "ok",
+        "stationarity",
+        f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}; by a quadratic model the training loss of this batch, {loss:.3g}, "
+        f"could still fall by {spectrum.to_gain:.3g}."
+        + (
+            " The implicit function theorem holds where it stands still: train further first (warmup_steps), or make "
+            "more weight steps for each hyper-step."
+            if far
+            else ""
+        ),
+    )

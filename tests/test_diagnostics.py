@@ -1,0 +1,402 @@
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bestresponse as br
+import cases
+from bestresponse import _tree
+from bestresponse.diagnostics import Check, check
+from bestresponse.testing import _no_trace
+
+
+def fit(model, hyper, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def data(count=24):
+    return (torch.randn(count, 3), torch.randint(2, (count,)))
+
+
+def problem_of(model, train_loss=None, hyper=None, val_loss=fit):
+    hyper = hyper or br.hyperparameters.WeightDecay(model, initial=0.05)
+    return br.Problem(model, hyper, train_loss or (lambda m, h, b: fit(m, h, b) + h(m)), val_loss)
+
+
+def settled(problem, train, steps=1500, rate=0.3):
+    """Train to a stationary point."""
+    optimizer = torch.optim.SGD(problem.weights.values(), rate, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        problem.train_loss(problem.model, problem.hyper, train).backward(
+            inputs=list(problem.weights.values())
+        )
+        optimizer.step()
+    optimizer.zero_grad()
+    return problem
+
+
+def of(found: Check, topic, *levels):
+    return [
+        f.text for f in found.findings if f.topic == topic and f.level in (levels or ("error", "warning"))
+    ]
+
+
+class Network(nn.Module):
+    """Two layers, with something between them."""
+
+    def __init__(self, between=lambda h: h):
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(3, 5), nn.Linear(5, 2), between
+
+    def forward(self, x):
+        return self.last(self.between(torch.tanh(self.first(x))))
+
+
+# --- a good problem -------------------------------------------------------------------------------
+
+
+def test_a_good_problem_has_no_errors_and_the_right_numbers():
+    train, val = data(), data()
+    problem = settled(problem_of(nn.Linear(3, 2)), train)
+    found = check(problem, train, val, retrain_steps=400, methods={"exact": br.Implicit(br.Exact())})
+    assert found.ok
+    assert not [f for f in found.findings if f.level == "warning"], str(found)
+    with problem.undisturbed() as passes:
+        matrix = br.Hessian().linearise(passes, train)
+        dense = br.solvers.direct.dense(matrix, _tree.detached({**problem.weights}))
+    values = torch.linalg.eigvalsh(dense)
+    assert found.spectrum.lowest == pytest.approx(float(values[0]), rel=1e-6)
+    assert found.spectrum.highest == pytest.approx(float(values[-1]), rel=1e-6)
+    assert found.spectrum.to_gain < 1e-8
+    exact = br.hypergradient(problem, train, val, br.Implicit(br.Exact())).norm
+    # Training again tells the same slope as the implicit function theorem.
+    assert found.retraining.slope == pytest.approx(exact, rel=1e-3)
+    by_name = {r.method: r for r in found.rows}
+    assert by_name["exact"].slope == pytest.approx(exact, rel=1e-3)
+    assert by_name["Implicit(Identity())"].cosine < 1.0
+    assert all(r.seconds > 0 and r.memory > 0 for r in found.rows[1:])
+    assert "within 20% of training again" in found.recommendation
+
+
+def test_it_changes_nothing():
+    problem, train, val = cases.network(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.3)))
+    optimizer = torch.optim.Adam(problem.weights.values(), 0.01)
+    for p in problem.weights.values():
+        p.grad = torch.ones_like(p)
+    method = br.Implicit()
+    br.hypergradient(problem, train, val, method)
+    state, warned, seen = problem.state(method).solution, set(problem._warned), len(problem._seen)
+    with _no_trace(problem):
+        found = check(
+            problem, train, val, weight_optimizer=optimizer, methods={"mine": method}, retrain_steps=5
+        )
+    assert found.ok, str(found)
+    assert problem.state(method).solution is state
+    assert (problem._warned, len(problem._seen)) == (warned, seen)
+    assert not optimizer.state
+
+
+def test_it_says_the_same_twice():
+    problem, train, val = cases.network(nn.Dropout(0.3))
+    one, other = (check(problem, train, val, retrain_steps=5) for _ in range(2))
+    assert one.findings == other.findings
+    assert [r.slope for r in one.rows] == [r.slope for r in other.rows]
+
+
+def test_it_is_data_and_text():
+    problem, train, val = cases.network()
+    found = check(problem, train, val, retrain_steps=5)
+    plain = json.loads(json.dumps(found.data()))
+    assert plain["spectrum"]["highest"] == found.spectrum.highest
+    assert plain["findings"][0]["topic"] == "losses"
+    text = str(found)
+    assert "To begin with: Implicit()" in text
+    assert "Implicit(Neumann(20))" in text
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_a_direct_problem_and_float32_and_several_batches():
+    torch.set_default_dtype(torch.float32)
+    model = Network()
+    hyper = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(()))})
+    plain = problem_of(model, fit, hyper, lambda m, h, b: (fit(m, h, b) - h["shift"]).square())
+    found = check(plain, data(), data(), retrain_steps=5)
+    assert found.recommendation.startswith("Direct()")
+    decayed = problem_of(Network())
+    found = check(decayed, br.Batches([data(), data()]), data(), retrain_steps=5)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"retrain_steps": -1}, "retrain_steps"),
+        ({"seed": 1.5}, "seed"),
+        ({"methods": {"a": br.Neumann(3)}}, "A solver goes inside a method"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    problem, train, val = cases.network()
+    with pytest.raises(br.Error, match=words):
+        check(problem, train, val, **arguments)
+    with pytest.raises(br.Error, match="must be a Problem"):
+        check(problem.model, train, val)
+
+
+# --- ten planted faults -----------------------------------------------------------------------------
+
+
+def test_a_detached_feature():
+    found = check(problem_of(Network(lambda h: h + (2 * h).detach())), data(), data(), retrain_steps=0)
+    assert not found.ok
+    (text, _) = of(found, "first derivatives")
+    assert "first.weight" in text
+    assert "detach()" in text
+    assert "mend" in found.recommendation
+
+
+def test_a_feature_that_is_detached_in_the_gradient_alone():
+    # The gradient is right, and its derivative is not: differences of the gradient find it.
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.detach())
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return 3 * x.detach() ** 2 * grad
+
+    found = check(problem_of(Network(Half.apply)), data(), data(), retrain_steps=0)
+    assert not of(found, "first derivatives")
+    assert "first.weight" in of(found, "second derivatives", "error")[0]
+
+
+def test_an_edit_through_data():
+    def between(h):
+        h = h * 1.0
+        h.data.mul_(0.5)
+        return h
+
+    found = check(problem_of(Network(between)), data(), data(), retrain_steps=0)
+    assert "first.weight" in of(found, "first derivatives")[0]
+    assert ".data" in of(found, "first derivatives")[0]
+
+
+def test_weights_that_are_edited_in_a_pass():
+    class Clamped(Network):
+        def forward(self, x):
+            self.first.weight.data.mul_(0.9)
+            return super().forward(x)
+
+    model = Clamped()
+    before = model.first.weight.detach().clone()
+    found = check(problem_of(model), data(), data(), retrain_steps=0)
+    assert "edits first.weight" in " ".join(of(found, "repeatability", "error"))
+    assert torch.equal(model.first.weight, before)
+
+
+def test_a_once_differentiable_operation():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * grad
+
+    found = check(problem_of(Network(Cube.apply)), data(), data(), retrain_steps=5)
+    assert "Cube" in of(found, "second derivatives", "error")[0]
+    assert "FiniteDifference()" in found.recommendation
+    assert {r.method.split("(")[0] for r in found.rows} == {"the reference", "Implicit", "Penalty"}
+    assert all(r.slope is not None for r in found.rows)
+
+
+def test_a_hyperparameter_that_touches_nothing():
+    hyper = nn.ModuleDict({"decay": br.hyperparameters.WeightDecay(model := Network(), initial=0.05)})
+    hyper.register_parameter("idle", nn.Parameter(torch.zeros(())))
+    hyper.register_parameter("added", nn.Parameter(torch.zeros(())))
+    problem = problem_of(model, lambda m, h, b: fit(m, h, b) + h["decay"](m) + h.added, hyper)
+    found = check(problem, data(), data(), retrain_steps=0)
+    assert any(text.startswith("idle reach neither loss") for text in of(found, "hyperparameters", "error"))
+    assert any("added do not move" in text for text in of(found, "hyperparameters", "warning"))
+
+
+def test_an_optimiser_with_a_decay_of_its_own():
+    problem = problem_of(Network())
+    optimizer = torch.optim.AdamW(problem.weights.values(), 1e-3, weight_decay=0.01)
+    found = check(problem, data(), data(), weight_optimizer=optimizer, retrain_steps=0)
+    assert "weight_decay=0" in of(found, "weight optimiser", "error")[0]
+    good = torch.optim.AdamW(problem.weights.values(), 1e-3, weight_decay=0.0)
+    assert check(problem, data(), data(), weight_optimizer=good, retrain_steps=0).ok
+
+
+def test_a_captured_parameter():
+    model = Network()
+    weight = model.first.weight
+    problem = problem_of(model, lambda m, h, b: fit(m, h, b) + h(m) + weight.square().sum())
+    found = check(problem, data(), data(), retrain_steps=5)
+    assert "first.weight" in of(found, "captured parameters", "warning")[0]
+    assert not any(r.method.startswith("Unrolled") for r in found.rows)
+    assert of(found, "re-training", "note")
+
+
+def test_dropout_without_a_fixed_mask():
+    generator = torch.Generator().manual_seed(0)
+
+    def between(h):
+        return h * (torch.rand(h.shape, generator=generator) > 0.5)
+
+    found = check(problem_of(Network(between)), data(), data(), retrain_steps=0)
+    assert "train_loss must give the same value twice" in of(found, "repeatability", "error")[0]
+    assert check(problem_of(Network(nn.Dropout(0.5))), data(), data(), retrain_steps=0).ok
+
+
+@pytest.mark.parametrize("decayed", [True, False])
+def test_a_loss_that_is_a_sum(decayed):
+    def total(m, h, b):
+        return F.cross_entropy(m(b[0]), b[1], reduction="sum") + (h(m) if decayed else 0 * h(m))
+
+    found = check(problem_of(Network(), total, val_loss=total), data(), data(), retrain_steps=0)
+    assert "train_loss must be a mean" in of(found, "scale", "error")[0]
+    assert "val_loss must be a mean" in of(found, "scale", "warning")[0]
+    assert not of(check(problem_of(Network()), data(), data(), retrain_steps=0), "scale")
+
+
+def test_weights_far_from_stationary():
+    train, val = data(), data()
+    problem = problem_of(nn.Linear(3, 2))
+    with torch.no_grad():
+        problem.model.weight.mul_(20)
+    assert of(check(problem, train, val, retrain_steps=0), "stationarity", "warning")
+    assert not of(check(settled(problem, train), train, val, retrain_steps=0), "stationarity", "warning")
+
+
+@pytest.mark.parametrize("width", [3, 400])
+def test_a_singular_hessian(width):
+    # More weights than examples, and no regulariser for most of them.
+    model = nn.Linear(width, 1)
+    hyper = nn.ParameterDict({"scale": nn.Parameter(torch.zeros(()))})
+    x, y = torch.randn(2 if width == 3 else 20, width), torch.randn(2 if width == 3 else 20, 1)
+
+    def loss(m, h, b):
+        return h["scale"].exp() * (m(b[0]) - b[1]).square().mean() + 1e-9 * m.weight.square().sum()
+
+    problem = br.Problem(model, hyper, loss, loss)
+    found = check(problem, (x, y), (x, y), retrain_steps=0)
+    assert any("singular" in text for text in of(found, "curvature", "warning"))
+    regular = br.Problem(model, hyper, lambda m, h, b: loss(m, h, b) + 0.1 * m.weight.square().sum(), loss)
+    assert not any("singular" in t for t in of(check(regular, (x, y), (x, y), retrain_steps=0), "curvature"))
+
+
+def test_an_indefinite_hessian():
+    problem, train, val = cases.network()
+    with problem.undisturbed() as passes:
+        system = br.Hessian().linearise(passes, train)
+        dense = br.solvers.direct.dense(system, _tree.detached({**problem.weights}))
+    assert float(torch.linalg.eigvalsh(dense)[0]) < 0
+    found = check(problem, train, val, retrain_steps=0)
+    assert any("indefinite" in text for text in of(found, "curvature", "warning"))
+    assert "GaussNewton" in found.recommendation
+
+
+# --- losses that fail --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train_loss", "words"),
+    [
+        (lambda m, h, b: fit(m, h, b) * float("nan"), "must be finite"),
+        (lambda m, h, b: fit(m, h, b).detach(), "detached"),
+        (lambda m, h, b: h(m).detach() + sum(p.sum() for p in h.parameters()), "reaches none of them"),
+        (lambda m, h, b: m(b[0]), "scalar"),
+    ],
+)
+def test_losses_that_fail_are_findings(train_loss, words):
+    found = check(problem_of(Network(), train_loss), data(), data())
+    assert words in of(found, "losses", "error")[0]
+    assert found.spectrum is None
+    assert "mend what is said of losses" in found.recommendation
+
+
+def test_an_error_in_the_users_own_code_comes_through():
+    def broken(m, h, b):
+        raise KeyError("labels")
+
+    problem, train, val = problem_of(Network(), broken), data(), data()
+    with _no_trace(problem), pytest.raises(KeyError, match="labels"):
+        check(problem, train, val)
+
+
+# --- the command ---------------------------------------------------------------------------------------
+
+MODULE = """
+import torch, torch.nn.functional as F
+from torch import nn
+import bestresponse as br
+
+def fit(m, h, b):
+    return F.cross_entropy(m(b[0]), b[1])
+
+def make_problem():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    decay = br.hyperparameters.WeightDecay(model)
+    batch = (torch.randn(20, 3), torch.randint(2, (20,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit), batch, batch, optimizer
+
+def bad():
+    problem, train, val, _ = make_problem()
+    problem.train_loss = lambda m, h, b: fit(m, h, b).detach()
+    return problem, train, val
+
+def nothing():
+    return 3
+"""
+
+
+def run(folder, *words):
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from bestresponse.cli import main; sys.exit(main())", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tuning.py").write_text(textwrap.dedent(MODULE))
+    code, out, err = run(
+        tmp_path, "check", "mine.tuning:make_problem", "--json", "found.json", "--retrain-steps", "20"
+    )
+    assert code == 0, err
+    assert "To begin with: Implicit(" in out
+    assert json.loads((tmp_path / "found.json").read_text())["spectrum"]["whole"] is True
+    code, out, _ = run(tmp_path, "check", "mine.tuning:bad")
+    assert code == 1
+    assert "ERROR" in out
+    for words, expected in (
+        (("check", "mine.tuning"), "package.module:function"),
+        (("check", "nowhere:make"), "no module"),
+        (("check", "mine.tuning:absent"), "has no 'absent'"),
+        (("check", "mine.tuning:nothing"), "must return (problem, train_batch, val_batch)"),
+    ):
+        code, _, err = run(tmp_path, *words)
+        assert code == 1
+        assert expected in err
+        assert "Traceback" not in err
