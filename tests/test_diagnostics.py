@@ -11,6 +11,7 @@ from torch import nn
 import bestresponse as br
 import cases
 from bestresponse import _tree
+from bestresponse.cli import main
 from bestresponse.diagnostics import Check, check
 from bestresponse.testing import _no_trace
 
@@ -330,13 +331,301 @@ def test_losses_that_fail_are_findings(train_loss, words):
     assert "mend what is said of losses" in found.recommendation
 
 
-def test_an_error_in_the_users_own_code_comes_through():
+def test_an_error_in_the_users_own_code_is_a_finding():
     def broken(m, h, b):
         raise KeyError("labels")
 
     problem, train, val = problem_of(Network(), broken), data(), data()
-    with _no_trace(problem), pytest.raises(KeyError, match="labels"):
+    with _no_trace(problem):
+        found = check(problem, train, val)
+    (text,) = of(found, "losses", "error")
+    assert "KeyError: 'labels' (test_diagnostics.py" in text
+
+
+def test_an_interrupt_comes_through_and_leaves_no_trace():
+    calls = []
+
+    def interrupted(m, h, b):
+        calls.append(0)
+        if len(calls) == 40:
+            raise KeyboardInterrupt
+        return fit(m, h, b) + h(m)
+
+    problem, train, val = problem_of(Network(), interrupted), data(), data()
+    with _no_trace(problem), pytest.raises(KeyboardInterrupt):
         check(problem, train, val)
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    model = Network()
+    broken = lambda m, h, b: fit(m, h, b) + h(m) + (0 * m.first.weight.square().sum()).sqrt()  # noqa: E731
+    found = check(problem_of(model, broken), data(), data())
+    assert "NaN or infinity for first.weight" in of(found, "first derivatives", "error")[0]
+    assert found.spectrum is None
+
+
+def test_weights_that_were_frozen():
+    problem = problem_of(model := Network())
+    model.requires_grad_(False)
+    found = check(problem, data(), data())
+    assert "were frozen" in of(found, "parameters", "error")[0]
+    assert not found.ok
+
+
+# --- no false alarms ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block whose branch is zero at first, and stands on kinks."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c1, self.b1 = nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c)
+        self.c2, self.b2 = nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c)
+        nn.init.zeros_(self.b2.weight)
+
+    def forward(self, x):
+        return F.relu(x + self.b2(self.c2(F.relu(self.b1(self.c1(x))))))
+
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(20, 6, padding_idx=0), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.table(x)).mean(1))
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x).float()
+
+
+def zero_biases(model):
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(p)
+    return model
+
+
+def scaled(model, factor):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
+    return model
+
+
+def blank(x):
+    x[:, :, :2] = x[:, :, -2:] = 0.0
+    return x
+
+
+def labels(count, classes=5):
+    return torch.randint(classes, (count,))
+
+
+GOOD = {
+    "deep ReLU": lambda: (
+        nn.Sequential(
+            *(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()),
+            *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)),
+        ),
+        (torch.randn(64, 20), labels(64)),
+    ),
+    "wide ReLU": lambda: (
+        nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 5)),
+        (torch.randn(256, 20), labels(256)),
+    ),
+    "zero-initialised residual blocks": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            Block(4),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 5),
+        ),
+        (torch.randn(8, 3, 6, 6), labels(8)),
+    ),
+    "black borders and zero biases": lambda: (
+        zero_biases(
+            nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5))
+        ),
+        (blank(torch.rand(16, 1, 8, 8)), labels(16)),
+    ),
+    "padding": lambda: (Padded(), (torch.randint(20, (32, 6)) * (torch.arange(6) < 4), labels(32, 3))),
+    "bfloat16 autocast": lambda: (Halves(), (torch.randn(64, 20), labels(64))),
+    "saturated": lambda: (
+        scaled(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)), 30.0),
+        (torch.randn(64, 20), labels(64)),
+    ),
+    "dropout and batch norm": lambda: (
+        nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Dropout(0.3), nn.ReLU(), nn.Linear(30, 5)),
+        (torch.randn(33, 20), labels(33)),
+    ),
+    "one example": lambda: (nn.Linear(20, 5), (torch.randn(1, 20), labels(1))),
+    "a dict": lambda: (
+        nn.ModuleDict({"net": nn.Linear(20, 5)}),
+        {0: torch.randn(7, 20), 1: labels(7), "meta": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", GOOD)
+def test_good_problems_raise_no_alarm(name, dtype, seed):
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(seed)
+    model, batch = GOOD[name]()
+    if isinstance(model, nn.ModuleDict):
+        model.forward = lambda x: model["net"](x)
+    found = check(problem_of(model), batch, batch, retrain_steps=0)
+    assert found.ok, str(found)
+
+
+def test_contrastive_losses_are_no_sums():
+    def contrast(m, h, b):
+        one, other = (F.normalize(m(x), dim=1) for x in b)
+        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+
+    x = torch.randn(32, 3)
+    batch = (x, x + 0.1 * torch.randn(32, 3))
+    problem = problem_of(nn.Linear(3, 6), lambda m, h, b: contrast(m, h, b) + h(m), val_loss=contrast)
+    assert not of(check(problem, batch, batch, retrain_steps=0), "scale")
+
+
+@pytest.mark.parametrize("count", [1, 25])
+@pytest.mark.parametrize("decay", [0.0, 10.0])
+def test_sums_over_batches_of_any_size_are_found(decay, count):
+    def total(m, h, b):
+        return F.cross_entropy(m(b[0]), b[1], reduction="sum") + h(m) + decay * m.last.weight.square().sum()
+
+    found = check(problem_of(Network(), total), data(count), data(), retrain_steps=0)
+    assert of(found, "scale", "error")
+
+
+def test_batches_that_are_no_tensors_are_left_alone():
+    x = torch.randn(6, 3)
+    for batch in (None, [x], object()):
+        problem = problem_of(
+            nn.Linear(3, 2), lambda m, h, b: m(x).square().mean() + h(m), val_loss=lambda m, h, b: m(x).mean()
+        )
+        assert check(problem, batch, batch, retrain_steps=0).ok
+
+    def exact(m, h, b):
+        assert len(b[0]) == 24
+        return fit(m, h, b)
+
+    assert check(
+        problem_of(Network(), lambda m, h, b: exact(m, h, b) + h(m)), data(), data(), retrain_steps=0
+    ).ok
+
+
+# --- faults that are hard to see --------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Twenty-five residual layers, one of which detaches a part of itself."""
+
+    def __init__(self, bad, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(25))
+        self.sides = nn.ModuleList(nn.Linear(width, width) for _ in range(25))
+        self.last, self.bad = nn.Linear(width, 2), bad
+
+    def forward(self, x):
+        h = F.pad(x, (0, 5))
+        for i, (layer, side) in enumerate(zip(self.layers, self.sides, strict=True)):
+            gate = torch.sigmoid(side(h))
+            h = h + 0.3 * (gate.detach() if i == self.bad else gate) * torch.tanh(layer(h))
+        return self.last(h)
+
+
+def test_a_small_detached_part_behind_a_strong_regulariser():
+    torch.set_default_dtype(torch.float32)
+    train_loss = lambda m, h, b: fit(m, h, b) + h(m) + 0.05 * sum(p.square().sum() for p in m.parameters())  # noqa: E731
+    assert not check(problem_of(Deep(20), train_loss), data(), data(), retrain_steps=0).ok
+    assert check(problem_of(Deep(None), train_loss), data(), data(), retrain_steps=0).ok
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+def test_hyperparameters_are_checked_whatever_the_number_of_weights():
+    hyper = nn.ParameterDict({"rate": nn.Parameter(torch.tensor(-3.0))})
+    train_loss = lambda m, h, b: fit(m, h, b) + 0.01 * Wrong.apply(h["rate"]) * m.last.weight.square().sum()  # noqa: E731
+    found = check(problem_of(Deep(None), train_loss, hyper), data(), data(), retrain_steps=0)
+    assert "rate" in of(found, "first derivatives", "error")[0]
+
+
+def test_a_fresh_network_is_not_called_stationary():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 3))
+    batch = (torch.randn(40, 8), torch.randint(3, (40,)))
+    problem = problem_of(model, hyper=br.hyperparameters.WeightDecay(model, initial=1e-4))
+    assert not [
+        f
+        for f in check(problem, batch, batch, retrain_steps=0).findings
+        if f.topic == "stationarity" and f.level == "ok"
+    ]
+    assert of(check(problem, batch, batch), "stationarity", "warning")
+
+
+def test_a_singular_hessian_that_is_indefinite_as_well():
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([1.0, 1.0, 1.0]))})
+    hyper = nn.ParameterDict({"h": nn.Parameter(torch.tensor(1.0))})
+    bend = torch.tensor([-2.0, 0.0, 10.0])
+    loss = lambda m, h, b: 4 + h["h"] * (bend * m["w"].square()).sum() / 2  # noqa: E731
+    texts = of(
+        check(br.Problem(model, hyper, loss, loss), None, None, retrain_steps=0), "curvature", "warning"
+    )
+    assert any("singular" in t for t in texts)
+    assert any("indefinite" in t for t in texts)
+
+
+def test_small_faults_of_modes_and_optimisers():
+    def val(m, h, b):
+        m.train()
+        return fit(m, h, b)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    found = check(problem_of(model, val_loss=val), data(), data(), retrain_steps=0)
+    assert any("training mode" in t for t in of(found, "losses", "warning"))
+    upwards = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
+    found = check(problem_of(model), data(), data(), weight_optimizer=upwards, retrain_steps=0)
+    assert "maximize" in of(found, "weight optimiser", "error")[0]
+    drop = br.hyperparameters.ConcreteDropout()
+    asleep = nn.Sequential(nn.Linear(3, 4), drop, nn.Linear(4, 2)).eval()
+    found = check(br.Problem(asleep, drop, fit, fit), data(), data(), retrain_steps=0)
+    assert "model.train()" in of(found, "hyperparameters", "error")[0]
+
+
+def test_a_pending_graph_of_the_callers_outlives_a_check():
+    problem, train = problem_of(Network()), data()
+    loss = fit(problem.model, None, train)
+    check(problem, train, train, retrain_steps=0)
+    loss.backward()
+
+
+def test_numbers_that_are_not_finite_are_none_in_json():
+    model = nn.Sequential(nn.Linear(3, 60), nn.Tanh(), nn.Linear(60, 2))
+    found = check(problem_of(model), data(), data(), retrain_steps=5)
+    json.dumps(found.data(), allow_nan=False)
 
 
 # --- the command ---------------------------------------------------------------------------------------
@@ -364,6 +653,9 @@ def bad():
 
 def nothing():
     return 3
+
+def raises():
+    return {}["labels"]
 """
 
 
@@ -378,9 +670,10 @@ def run(folder, *words):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tuning.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "mine" / "broken.py").write_text("def make(:\n")
     code, out, err = run(
         tmp_path, "check", "mine.tuning:make_problem", "--json", "found.json", "--retrain-steps", "20"
     )
@@ -390,13 +683,19 @@ def test_the_command(tmp_path):
     code, out, _ = run(tmp_path, "check", "mine.tuning:bad")
     assert code == 1
     assert "ERROR" in out
+    monkeypatch.chdir(tmp_path)
     for words, expected in (
         (("check", "mine.tuning"), "package.module:function"),
+        (("check", "mine.tuning:raises"), "raised KeyError: 'labels'"),
+        (("check", "mine.broken:make"), "SyntaxError"),
+        (("check", ".tuning:make"), "package.module:function"),
+        (("check", "mine.tuning:make_problem", "--json", "nowhere/found.json"), "nowhere/found.json"),
         (("check", "nowhere:make"), "no module"),
         (("check", "mine.tuning:absent"), "has no 'absent'"),
         (("check", "mine.tuning:nothing"), "must return (problem, train_batch, val_batch)"),
     ):
-        code, _, err = run(tmp_path, *words)
-        assert code == 1
+        code = main(words)
+        err = capsys.readouterr().err
+        assert code == 2
         assert expected in err
         assert "Traceback" not in err

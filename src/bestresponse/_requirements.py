@@ -32,6 +32,11 @@ def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
             f"train_loss, which is differentiated; got {sorted(decayed)}. Add the decay to train_loss, where it "
             "can be tuned too: hyperparameters.WeightDecay."
         )
+    if any(g.get("maximize") for g in optimizer.param_groups):
+        raise ArgumentError(
+            "the weight optimiser must minimise train_loss; got maximize=True. Leave it out, or turn the "
+            "loss's sign."
+        )
     held = _held(optimizer)
     tuned = [n for n, p in problem.hyperparameters.items() if id(p) in held]
     missing = [n for n, w in problem.weights.items() if id(w) not in held]

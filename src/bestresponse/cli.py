@@ -2,6 +2,7 @@
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -47,26 +48,33 @@ class CheckProblem:
     """Of the random state of each pass."""
 
     def run(self) -> int:
-        """Check, print, and return the exit status: 1 where there is an error."""
-        problem, train_batch, val_batch, *optimizer = _made(self.place)
-        found = check(
-            problem,
-            train_batch,
-            val_batch,
-            weight_optimizer=optimizer[0] if optimizer else None,
-            retrain_steps=self.retrain_steps,
-            seed=self.seed,
-        )
+        """Check, print, and return the exit status: 1 where the problem has an error, 2 where there is no problem."""
+        try:
+            if self.json is not None:
+                self.json.touch()  # before the work, not after it
+            problem, train_batch, val_batch, *optimizer = _made(self.place)
+            found = check(
+                problem,
+                train_batch,
+                val_batch,
+                weight_optimizer=optimizer[0] if optimizer else None,
+                retrain_steps=self.retrain_steps,
+                seed=self.seed,
+            )
+        except (Error, OSError) as error:
+            print(f"bestresponse: {error}", file=sys.stderr)
+            return 2
         print(found)
         if self.json is not None:
-            self.json.write_text(json.dumps(found.data(), indent=2) + "\n", encoding="utf-8")
+            text = json.dumps(found.data(), indent=2, allow_nan=False)
+            self.json.write_text(text + "\n", encoding="utf-8")
         return 0 if found.ok else 1
 
 
 def _made(place: str) -> tuple[Any, ...]:
     """What the function at a place returns."""
     module_name, colon, name = place.partition(":")
-    if not (module_name and colon and name):
+    if not (module_name and colon and name) or module_name.startswith("."):
         raise Error(f"check needs a function as package.module:function; got {place!r}.")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -75,15 +83,25 @@ def _made(place: str) -> tuple[Any, ...]:
         raise Error(
             f"there is no module {error.name!r}, which {place!r} needs; looked in {Path.cwd()} and what is installed."
         ) from error
+    except Exception as error:
+        raise Error(f"the module {module_name!r} can't be imported: {_said(error)}.") from error
     if not callable(function := getattr(module, name, None)):
         raise Error(f"the module {module_name!r} has no {name!r} to call.")
-    made = function()
-    if not isinstance(made, tuple) or len(made) not in (3, 4):
+    try:
+        made = function()
+    except Exception as error:
+        raise Error(f"{place} must make a problem; it raised {_said(error)}.") from error
+    if not isinstance(made, tuple | list) or len(made) not in (3, 4):
         raise Error(
             f"{place} must return (problem, train_batch, val_batch), or these and the weight optimiser; got "
             f"{type(made).__name__}."
         )
-    return made
+    return tuple(made)
+
+
+def _said(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +143,7 @@ def _run(words: list[str]) -> int:
         case ["plot", *rest]:
             plot = tyro.cli(tyro.conf.PositionalRequiredArgs[Plot], prog="bestresponse plot", args=rest)
             print("\n".join(str(path) for path in catalogue.draw(plot.folder)))
-        case ["check", *rest] if rest:
+        case ["check", *rest]:
             checked = tyro.cli(
                 tyro.conf.PositionalRequiredArgs[CheckProblem], prog="bestresponse check", args=rest
             )

@@ -1,5 +1,6 @@
 """Products with the Hessian by forward-mode differentiation of the backward pass."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class ForwardOverReverse(Linearisation):
 
     def __init__(self, passes: Passes, batch: Any) -> None:
         self._passes, self._batch = passes, batch
+        _load_formulas()
         loss = passes.train_loss(batch)
         self.reached = _graph.leaves(loss)
         self.names = reached_weights(passes.problem, self.reached)
@@ -51,6 +53,13 @@ class ForwardOverReverse(Linearisation):
             for n, w in live.items()
         }
         return self._passes.train_loss(self._batch, {**weights, **duals}), duals
+
+
+def _load_formulas() -> None:
+    """Let torch load the derivatives that it has in Python; some versions warn of themselves as they do."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore", FutureWarning)
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))  # type: ignore[no-untyped-call]
 
 
 def _tangent(x: Tensor) -> Tensor | None:

@@ -15,11 +15,19 @@ def seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str,
     taken: dict[str, list[float]] = {name: [] for name in work}
     for number in range(repeats + 1):
         for name, function in work.items():
+            _synchronize()
             start = time.perf_counter()
             function()
+            _synchronize()
             if number:  # the first round warms up
                 taken[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def _synchronize() -> None:
+    """Wait for what a GPU has still to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

@@ -14,8 +14,9 @@ from ..implicit import Method, check_method
 from ..problem import Problem
 from ..solvers.base import require_integer
 from . import derivatives, losses, methods, spectrum
-from .findings import Bench, Finding
+from .findings import Bench, Finding, tensors_of
 from .methods import Row
+from .precise import copied
 from .retraining import Retraining, retrain
 from .spectrum import Spectrum
 
@@ -50,8 +51,9 @@ class Check:
         return not any(f.level == "error" for f in self.findings)
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
-        return asdict(self)
+        """Everything as plain data, for JSON: a number that is not finite is None."""
+        plain: dict[str, Any] = _finite(asdict(self))
+        return plain
 
     def __str__(self) -> str:
         lines = [self.problem, ""]
@@ -82,10 +84,10 @@ def check(
 
     It looks at: values, dependence and repeatability of the losses, by name; whether they are means; gradients, one
     product with the Hessian and one mixed term against differences (which finds detached tensors and edits through
-    ``.data``); the curvature's extreme eigenvalues; how stationary the weights are; each method's hypergradient
-    against training again, its time and memory. A few hundred training gradients in all, most of them for the
-    re-training. Weights, hyperparameters, buffers, ``.grad``, modes, random state and what methods remember are as
-    before, also after an error.
+    ``.data``), in a float64 copy where one can be made; the curvature's extreme eigenvalues; how stationary the weights
+    are; each method's hypergradient against training again, its time and memory. About a thousand training
+    gradients in all, half of them for the re-training. Weights, hyperparameters, buffers, ``.grad``, modes, random
+    state and what methods remember are as before, also after an error.
 
     Args:
         problem: the problem; its weights should be about where hyper-steps will begin.
@@ -108,22 +110,24 @@ def check(
     require_integer("seed", seed, 0)
     for method in (methods or {}).values():
         check_method(method)
-    twin = Problem(problem.model, problem.hyper, problem.train_loss, problem.val_loss, problem.val_mode)
-    bench = Bench(twin, train_batch, val_batch, seed, [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        bench = Bench(problem, train_batch, val_batch, seed, [])
         with bench.errors_told("parameters"):
             problem.check_intact()
-        tensors = {f"{side}.{n}": p for side, ps in _sides(twin).items() for n, p in ps.items()}
+            # A twin of its own, so that what is remembered and warned of stays as it is.
+            twin = Problem(
+                problem.model, problem.hyper, problem.train_loss, problem.val_loss, problem.val_mode
+            )
+        if bench.failed("parameters"):
+            return Check(repr(problem), tuple(bench.findings), None, None, (), _advice(bench, None, None, []))
+        bench.problem = twin
+        tensors = tensors_of(twin)
         kept = _tree.copy(tensors)
         try:
             return _examined(bench, weight_optimizer, dict(methods or {}), retrain_steps)
         finally:  # a pass may edit its weights, which is one of the faults
-            _tree.write_(tensors, kept)
-
-
-def _sides(problem: Problem) -> dict[str, dict[str, Any]]:
-    return {"weights": problem.weights, "hyperparameters": problem.hyperparameters}
+            losses.restore(tensors, kept)
 
 
 def _examined(bench: Bench, optimizer: Any, more: dict[str, Method], steps: int) -> Check:
@@ -131,25 +135,55 @@ def _examined(bench: Bench, optimizer: Any, more: dict[str, Method], steps: int)
     known: Spectrum | None = None
     retraining: Retraining | None = None
     rows: list[Row] = []
-    if not (bench.failed("losses") or bench.failed("parameters")):
-        derivatives.examine(bench)
-        known = spectrum.examine(bench)
+    if not bench.failed("losses"):
+        with bench.errors_told("derivatives"):
+            derivatives.examine(copied(bench, double=True))
+    if not (bench.failed("losses") or bench.failed("derivatives")):
+        with bench.errors_told("curvature"):
+            known = spectrum.examine(bench)
     if known is not None and not bench.failed("hyperparameters"):
-        best = methods.reference(bench)
-        if best is not None and _tree.norm(best) > 0.0:
-            direction: Tree = _tree.scale(best, 1.0 / _tree.norm(best))
-            if steps and known.highest > 0.0:
-                retraining = retrain(bench, direction, _tree.norm(best), known.highest, steps)
-            tried = methods.candidates(bench, known, _purely_direct(bench)) | more
-            rows = methods.compare(bench, tried, optimizer, direction, best)
-        elif best is not None:
-            bench.say(
-                "warning",
-                "hypergradient",
-                "it is zero: the validation loss does not see the hyperparameters.",
-            )
+        with bench.errors_told("hypergradient"):
+            retraining, rows = _compared(bench, known, optimizer, more, steps)
+    if known is not None:
+        loss = retraining.before if retraining is not None else _train_loss(bench)
+        fallen = None if retraining is None else retraining.before - retraining.after
+        spectrum.tell_stationarity(bench, known, loss, fallen)
     advice = _advice(bench, known, retraining, rows)
     return Check(repr(bench.problem), tuple(bench.findings), known, retraining, tuple(rows), advice)
+
+
+def _compared(
+    bench: Bench, known: Spectrum, optimizer: Any, more: dict[str, Method], steps: int
+) -> tuple[Retraining | None, list[Row]]:
+    """Training again along the reference hypergradient, and what each method says of it."""
+    best = methods.reference(bench)
+    if best is None:
+        return None, []
+    size = _tree.norm(best)
+    if not 0.0 < size < math.inf:
+        bench.say(
+            "warning", "hypergradient", "it is zero: the validation loss does not see the hyperparameters."
+        )
+        return None, []
+    direction: Tree = _tree.scale(best, 1.0 / size)
+    retraining = None
+    if steps and known.highest > 0.0:
+        retraining = retrain(copied(bench, double=False), direction, size, known.highest, steps)
+    tried = methods.candidates(bench, known, _purely_direct(bench)) | more
+    return retraining, methods.compare(bench, tried, optimizer, direction, best)
+
+
+def _train_loss(bench: Bench) -> float:
+    with bench.problem.undisturbed(bench.seed, twice=False) as passes:
+        return float(passes.train_loss(bench.train).detach())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _purely_direct(bench: Bench) -> bool:
@@ -193,13 +227,15 @@ def _closest(retraining: Retraining | None, rows: list[Row]) -> str:
     if near:
         cheapest = min(near, key=lambda r: r.seconds or math.inf)
         return (
-            f" On this batch {cheapest.method} is within {_CLOSE:.0%} of training again, at {cheapest.seconds:.1f} "
-            "training gradients."
+            f" In a single call on this batch {cheapest.method} is within {_CLOSE:.0%} of training again, at "
+            f"{cheapest.seconds:.1f} training gradients. Methods that start warm come nearer along a run."
         )
     nearest = min(ran, key=lambda r: abs(ratios[r.method] - 1.0))
     return (
-        f" On this batch no method is within {_CLOSE:.0%} of {retraining.steps} steps of training again; the nearest "
-        f"is {nearest.method}, {ratios[nearest.method]:.2f} times it."
+        f" In a single call on this batch no method is within {_CLOSE:.0%} of {retraining.steps} steps of training "
+        f"again; the nearest is {nearest.method}, {ratios[nearest.method]:.2f} times it. Methods that start warm come "
+        "nearer "
+        "along a run."
     )
 
 

@@ -1,12 +1,16 @@
 """What a check found, one sentence at a time."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from ..batches import Batches
 from ..errors import Error
 from ..problem import Problem
 
@@ -51,15 +55,24 @@ class Bench:
 
     @contextmanager
     def errors_told(self, topic: str) -> Iterator[None]:
-        """Turn an error of ours into a finding, and leave the rest of the block."""
+        """Turn an error into a finding, and leave the rest of the block."""
         try:
             yield
         except Error as error:
             self.say("error", topic, str(error))
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+            self.say("error", topic, f"this ended in {said}. Run the loss by itself to see where.")
 
     def failed(self, topic: str) -> bool:
         """Whether there is an error on this topic."""
         return any(f.topic == topic and f.level == "error" for f in self.findings)
+
+
+def tensors_of(problem: Problem) -> dict[str, Tensor]:
+    """Weights by name, and hyperparameters by name after "hyper."."""
+    return {**problem.weights, **{f"hyper.{n}": p for n, p in problem.hyperparameters.items()}}
 
 
 def named(names: Any, most: int = 5) -> str:
@@ -69,22 +82,32 @@ def named(names: Any, most: int = 5) -> str:
     return ", ".join(map(str, listed[:most])) + more
 
 
-def halves(batch: Any) -> tuple[Any, Any] | None:
-    """The first and the second half of a batch of tensors; None where it is something else."""
-    lengths: set[int] = set()
+def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with a function of each of its tensors, in tuples, lists and dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Batches):
+        return Batches([mapped(b, function) for b in batch], batch.weights, batch.recompute)
+    if isinstance(batch, dict):
+        return type(batch)({k: mapped(v, function) for k, v in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(v, function) for v in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(mapped(v, function) for v in batch)
+    return batch
 
-    def cut(value: Any, part: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(value, Tensor) and value.ndim:
-            lengths.add(len(value))
-            return part(value)
-        if isinstance(value, dict):
-            return {k: cut(v, part) for k, v in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(cut(v, part) for v in value))
-        if isinstance(value, list | tuple):
-            return type(value)(cut(v, part) for v in value)
-        return value
 
-    first, second = (cut(batch, part) for part in (lambda x: x[: len(x) // 2], lambda x: x[len(x) // 2 :]))
-    size = lengths.pop() if len(lengths) == 1 else 0
-    return (first, second) if size >= 2 and size % 2 == 0 else None
+def repeated(batch: Any, times: int) -> Any | None:
+    """A batch of tensors of one length, so many times after itself; None where it is something else."""
+    lengths = set()
+
+    def again(x: Tensor) -> Tensor:
+        if not x.ndim:
+            return x
+        lengths.add(len(x))
+        return torch.cat([x] * times)
+
+    if isinstance(batch, Batches):
+        return None
+    longer = mapped(batch, again)
+    return longer if len(lengths) == 1 else None

@@ -1,14 +1,14 @@
 """Checks of the two losses: what they depend on, and whether they are functions of it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _graph, _tree
 from .._requirements import check_weight_optimizer
-from ..batches import Batches
-from ..errors import Error
-from .findings import Bench, halves, named
+from .findings import Bench, named, repeated, tensors_of
 
 _NOISE = 1e-6
 
@@ -19,7 +19,8 @@ def examine(bench: Bench, weight_optimizer: Any = None) -> None:
         _dependence(bench)
     if bench.failed("losses"):
         return
-    _repeatability(bench)
+    with bench.errors_told("repeatability"):
+        _repeatability(bench)
     for name, batch in (("train_loss", bench.train), ("val_loss", bench.val)):
         _scale(bench, name, batch)
     _captured(bench)
@@ -39,6 +40,17 @@ def _dependence(bench: Bench) -> None:
         of_train = _graph.leaves(train)
         val = passes.val_loss(bench.val)
         of_val = _graph.leaves(val)
+    with problem.undisturbed(bench.seed) as passes, passes.eval_mode():
+        if problem.val_mode == "eval":
+            problem.val_loss(problem.model, problem.hyper, bench.val)
+        switched = [n or "the model" for n, m in problem.model.named_modules() if m.training]
+    if switched and problem.val_mode == "eval":
+        bench.say(
+            "warning",
+            "losses",
+            f"val_loss switches {named(switched)} to training mode, with masks and running statistics of training. "
+            'Leave the mode to Problem, or make it with val_mode="as_is".',
+        )
     bench.say("ok", "losses", f"finite: train_loss {float(train):.4g}, val_loss {float(val):.4g}.")
     if not any(id(w) in of_val for w in problem.weights.values()):
         bench.say(
@@ -68,7 +80,12 @@ def _dependence(bench: Bench) -> None:
             "error",
             "hyperparameters",
             f"{named(lost)} reach neither loss, so that their hypergradient would be zero. Use them in a loss "
-            "through the argument hyper, or freeze them with requires_grad_(False).",
+            "through the argument hyper, or freeze them with requires_grad_(False)."
+            + (
+                ""
+                if problem.model.training
+                else " The model is in eval mode, which turns dropout off: model.train()."
+            ),
         )
     direct = [n for n, p in hyper.items() if id(p) in of_val]
     if not direct:
@@ -85,7 +102,8 @@ def _dependence(bench: Bench) -> None:
 def _repeatability(bench: Bench) -> None:
     """Run each loss twice from the same state, and see that no pass edits the weights."""
     problem = bench.problem
-    kept = _tree.copy({**problem.weights})
+    tensors = tensors_of(problem)
+    kept = _tree.copy(tensors)
     try:
         for name, batch in (("train_loss", bench.train), ("val_loss", bench.val)):
             with problem.undisturbed(bench.seed) as passes, torch.no_grad():
@@ -100,16 +118,17 @@ def _repeatability(bench: Bench) -> None:
                     f"{values[0]:.6g} and {values[1]:.6g}. A mask or augmentation is drawn from a generator of "
                     "its own, or something is counted: draw from torch's global generator, which each pass puts back.",
                 )
-        edited = [n for n, w in problem.weights.items() if not torch.equal(w.detach(), kept[n])]
+        edited = [n for n, x in tensors.items() if not torch.equal(x.detach(), kept[n])]
         if edited:
             bench.say(
                 "error",
                 "repeatability",
-                f"a pass must leave the weights as they are; one edits {named(edited)}, which autograd does not "
-                "see. Compute the changed weights in the forward pass, or constrain them after the step.",
+                f"a pass must leave weights and hyperparameters as they are; one edits {named(edited)}, which "
+                "autograd does not see. Compute the changed values in the forward pass, or constrain them after "
+                "the step.",
             )
     finally:
-        _tree.write_(problem.weights, kept)
+        restore(tensors, kept)
     if not bench.failed("repeatability"):
         bench.say(
             "ok", "repeatability", "both losses are functions of weights and random state: passes agree."
@@ -121,24 +140,32 @@ def _detached(run: Any, batch: Any) -> Any:
         return run(batch).detach()
 
 
+def restore(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    """Put values back where they have changed; elsewhere a write would only spoil the caller's pending graphs."""
+    changed = {n: x for n, x in tensors.items() if not torch.equal(x.detach(), kept[n])}
+    _tree.write_(changed, kept)
+
+
 def _scale(bench: Bench, name: str, batch: Any) -> None:
-    """Whether a loss is a mean over the batch: that of the whole is the mean of those of its halves."""
-    parts = None if isinstance(batch, Batches) else halves(batch)
-    if parts is None:
-        return
+    """Whether a loss is a sum over the batch: that of the batch twice and three times is larger by equal steps."""
     try:
-        with bench.problem.undisturbed(bench.seed) as passes:
-            whole, first, second = (float(getattr(passes, name)(x).detach()) for x in (batch, *parts))
-    except (Error, RuntimeError, IndexError, ValueError, KeyError, TypeError):
-        return  # a loss that does not take half of a batch
-    excess = (whole - (first + second) / 2.0) / (abs(whole) or 1.0)
-    # Exactly one half for a sum; less with a regulariser, which is the same in all three.
-    if 0.3 < excess < 0.6:
+        batches = [batch, repeated(batch, 2), repeated(batch, 3)]
+        with bench.problem.undisturbed(bench.seed) as passes, passes.eval_mode():
+            values = [] if batches[1] is None else [float(getattr(passes, name)(b).detach()) for b in batches]
+    except Exception:  # a loss that takes no such batch
+        values = []
+    if not values:
+        bench.say(
+            "note", "scale", f"whether {name} is a mean was not looked at: no batch of tensors of one length."
+        )
+        return
+    first, second = values[1] - values[0], values[2] - values[1]
+    if first > 1e-3 * abs(values[0]) and abs(second - first) < 1e-2 * first:
         bench.say(
             "error" if name == "train_loss" else "warning",
             "scale",
-            f"{name} must be a mean over the batch; it looks like a sum: {whole:.4g} for the batch, {first:.4g} and "
-            f"{second:.4g} for its halves. A regulariser then weighs less in a larger batch. Use the mean.",
+            f"{name} must be a mean over the batch; it looks like a sum: {values[0]:.4g} for the batch, "
+            f"{values[1]:.4g} for the batch twice. A regulariser then weighs less in a larger batch. Use the mean.",
         )
 
 
@@ -150,7 +177,7 @@ def _captured(bench: Bench) -> None:
         try:
             with problem.undisturbed(bench.seed) as passes:
                 getattr(passes, name)(batch, copies)
-        except Error as error:
+        except Exception as error:  # theirs too: some losses take no other tensors
             bench.say(
                 "warning",
                 "captured parameters",

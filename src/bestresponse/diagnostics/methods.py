@@ -88,27 +88,28 @@ def compare(
                 passes.train_loss(bench.train), list(problem.weights.values()), allow_unused=True
             )
 
-    unit = measuring.peak_bytes(gradient)
-    rows = [Row("the reference", _tree.dot(best, direction), 1.0, None, None, None, "")]
+    # Profilers do not nest, and a caller's would be ended.
+    unit = None if torch.autograd.profiler._is_profiler_enabled else measuring.peak_bytes(gradient)
+    rows = [Row("the reference", _tree.norm(best), 1.0, None, None, None, "")]
     for name, method in methods.items():
         call = partial(hypergradient, problem, bench.train, bench.val, method, bench.seed, known)
         try:
-            call()  # a first call may take more steps than those after it
-            taken = measuring.seconds({"gradient": gradient, "call": call}, repeats=3)
-            memory = measuring.peak_bytes(call)
+            # The first call of a round warms up: of a warm-started method it may take more steps than those after it.
+            taken = measuring.seconds({"gradient": gradient, "call": call}, repeats=2)
+            memory = None if unit is None else measuring.peak_bytes(call) / max(1, unit)
             h = call()
         except Error as error:
             rows.append(Row(name, None, None, None, None, None, str(error)))
             continue
-        sizes = _tree.norm(h.total) * _tree.norm(best)
+        size = _tree.norm(h.total)
         rows.append(
             Row(
                 name,
                 _tree.dot(h.total, direction),
-                _tree.dot(h.total, best) / sizes if sizes > 0.0 else math.nan,
+                _tree.dot(_tree.scale(h.total, 1.0 / size), direction) if 0.0 < size < math.inf else None,
                 None if h.solve is None else h.solve.products,
                 taken["call"] / taken["gradient"],
-                memory / max(1, unit),
+                memory,
                 "" if h.solve is None else str(h.solve.status),
             )
         )

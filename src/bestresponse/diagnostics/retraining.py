@@ -22,11 +22,14 @@ class Retraining:
         slope: the difference quotient.
         error: how far those of two step sizes are apart, and their rounding.
         steps: S.
+        before, after: the training loss of the batch before and after the steps, at the present hyperparameters.
     """
 
     slope: float
     error: float
     steps: int
+    before: float
+    after: float
 
 
 def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, steps: int) -> Retraining | None:
@@ -39,13 +42,19 @@ def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, ste
     kept = _tree.copy(live)
     double = all(w.dtype == torch.float64 for w in problem.weights.values())
 
+    losses: list[float] = []
+
     def after(step: float) -> float:
         try:
             with torch.no_grad():
                 for name, p in live.items():
                     p.add_(direction[name], alpha=step)
             with problem.undisturbed(bench.seed) as passes:
+                if step == 0.0:
+                    losses.append(float(passes.train_loss(bench.train).detach()))
                 weights = _trained(passes, bench.train, 0.5 / highest, steps)
+                if step == 0.0:
+                    losses.append(float(passes.train_loss(bench.train, weights).detach()))
                 return float(passes.val_loss(bench.val, weights).detach())
         finally:
             _tree.write_(live, kept)
@@ -59,7 +68,7 @@ def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, ste
         bench.say("note", "re-training", f"not compared: {error}")
         return None
     precision = torch.finfo(torch.float64 if double else torch.float32).eps
-    return Retraining(fine, abs(coarse - fine) + 4.0 * precision * abs(value) / size, steps)
+    return Retraining(fine, abs(coarse - fine) + 4.0 * precision * abs(value) / size, steps, *losses)
 
 
 def _trained(passes: Passes, batch: object, rate: float, steps: int) -> Tree:

@@ -1,0 +1,371 @@
+"""The same hypergradient by other libraries: time and memory of a product, of what comes without any, and agreement.
+
+    pip install betty-ml torchopt hypergrad higher curvlinops-for-pytorch
+    python benchmarks/peers.py --threads 1
+
+A weight decay for each weight of the networks of `cost.py`; K products of a Neumann series of one fixed scale, on one
+batch. Each library runs in a process of its own. The processes take turns, call by call, and CPU time is counted, so
+that what else a machine does falls on all of them. The unit is a training gradient in the same process. Each answer is
+compared with ours in float64. What fails is listed with its error. A library that is not installed is left out.
+
+`higher` has no implicit method: it unrolls K + 1 steps of gradient descent, and is compared with
+`Unrolled(K + 1, scale)`. `curvlinops` gives products with the Hessian of a loss of (model, data), and knows no
+hyperparameters: the regulariser, the series and the mixed term around it are written by hand.
+
+prints one table for each network, and writes peers.json and peers.png into --out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import cost
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bestresponse as br
+from bestresponse import measuring
+from bestresponse.experiments import plots
+from bestresponse.experiments.classification import predict, train_loss, val_loss
+from bestresponse.experiments.runs import table, versions, write_whole
+
+SCALE = 1e-2
+FEW, MANY = 1, 10
+Tensors = Sequence[Tensor]
+# Maps K to the hypergradient.
+Call = Callable[[int], Tensors]
+
+
+class Setting:
+    """One network with its batch, and the losses as functions of lists of weights and hyperparameters."""
+
+    def __init__(self, case: str, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        model, x = cost.CASES[case]()
+        self.model = model.to(dtype)
+        self.x = x.to(dtype) if x.is_floating_point() else x
+        classes, count = (10, len(x)) if x.is_floating_point() else (1000, x.numel())
+        self.y = torch.randint(classes, (count,))
+        self.names = [n for n, _ in model.named_parameters()]
+        self.weights = list(model.parameters())
+        self.rates = [nn.Parameter(torch.full_like(w, -8.0)) for w in self.weights]
+
+    def fit(self, weights: Tensors) -> Tensor:
+        """The cross-entropy at these weights."""
+        named = dict(zip(self.names, weights, strict=True))
+        outputs = torch.func.functional_call(self.model, named, (self.x,))
+        return F.cross_entropy(outputs, self.y)
+
+    def train(self, weights: Tensors, rates: Tensors) -> Tensor:
+        """The training loss, its regulariser in plain operations."""
+        penalty = (
+            torch.stack([(r.exp() * w.square()).sum() for w, r in zip(weights, rates, strict=True)]).sum() / 2
+        )
+        return self.fit(weights) + penalty
+
+    def gradient(self) -> None:
+        """One plain training gradient."""
+        torch.autograd.grad(self.train(self.weights, self.rates), self.weights)
+
+
+def ours(setting: Setting, make: Callable[[int, nn.Module], br.Method]) -> Call:
+    decay = br.hyperparameters.WeightDecay(setting.model, initial=float(torch.tensor(-8.0).exp()))
+    problem = br.Problem(setting.model, decay, train_loss, val_loss)
+    batch = (setting.x, setting.y)
+    return lambda k: list(br.hypergradient(problem, batch, batch, make(k, decay)).total.values())
+
+
+def hessian(setting: Setting) -> Call:
+    return ours(setting, lambda k, _: br.Implicit(br.Neumann(k, SCALE), estimate_error=False))
+
+
+def gauss_newton(setting: Setting) -> Call:
+    loss = br.losses.CrossEntropy(lambda batch: batch[1])
+    return ours(
+        setting,
+        lambda k, decay: br.Implicit(
+            br.Neumann(k, SCALE), br.GaussNewton(predict, loss, decay), estimate_error=False
+        ),
+    )
+
+
+def unrolled(setting: Setting) -> Call:
+    return ours(setting, lambda k, _: br.Unrolled(k + 1, SCALE))
+
+
+def betty(setting: Setting) -> Call:
+    from types import SimpleNamespace
+
+    from betty.hypergradient import neumann
+
+    current = SimpleNamespace(
+        paths=[],
+        cur_batch=None,
+        training_step_exec=lambda batch: setting.train(setting.weights, setting.rates),
+        trainable_parameters=lambda: setting.weights,
+    )
+    above = SimpleNamespace(trainable_parameters=lambda: setting.rates)
+
+    def call(k: int) -> Tensors:
+        current.config = SimpleNamespace(neumann_iterations=k, neumann_alpha=SCALE)
+        vector = torch.autograd.grad(setting.fit(setting.weights), setting.weights)
+        found: Tensors = neumann(vector, current, above)
+        return found
+
+    return call
+
+
+def torchopt(setting: Setting) -> Call:
+    from torchopt.diff.implicit import custom_root
+    from torchopt.linear_solve import solve_inv
+
+    def optimality(weights: Any, rates: Any) -> Any:
+        return torch.func.grad(setting.train)(weights, rates)
+
+    def call(k: int) -> Tensors:
+        solve = solve_inv(ns=True, maxiter=k, alpha=SCALE)
+        solved = custom_root(optimality, argnums=1, solve=solve)(lambda weights, rates: weights)
+        rates = tuple(r.detach().requires_grad_() for r in setting.rates)
+        found = solved(tuple(w.detach().clone().requires_grad_() for w in setting.weights), rates)
+        answer: Tensors = torch.autograd.grad(setting.fit(found), rates)
+        return answer
+
+    return call
+
+
+def hypergrad(setting: Setting) -> Call:
+    from hypergrad.approx_hypergrad import neumann
+
+    weights = tuple(w.detach() for w in setting.weights)
+    rates = tuple(r.detach() for r in setting.rates)
+
+    def call(k: int) -> Tensors:
+        found: Tensors = neumann(
+            setting.train, lambda w, r: setting.fit(w), weights, rates, num_iters=k, lr=SCALE
+        )
+        return found
+
+    return call
+
+
+def curvlinops(setting: Setting) -> Call:
+    from curvlinops import HessianLinearOperator
+
+    def call(k: int) -> Tensors:
+        data = [(setting.x, setting.y)]
+        operator = HessianLinearOperator(
+            setting.model, nn.CrossEntropyLoss(), setting.weights, data, check_deterministic=False
+        )
+        term = list(torch.autograd.grad(setting.fit(setting.weights), setting.weights))
+        total = [t.clone() for t in term]
+        for _ in range(k):
+            product = operator @ [t.detach() for t in term]
+            with torch.no_grad():
+                for t, s, p, r in zip(term, total, product, setting.rates, strict=True):
+                    t -= SCALE * (p + r.exp() * t)
+                    s += t
+        with torch.no_grad():
+            return [
+                -SCALE * s * r.exp() * w
+                for s, r, w in zip(total, setting.rates, setting.weights, strict=True)
+            ]
+
+    return call
+
+
+def higher(setting: Setting) -> Call:
+    import higher as library
+
+    optimizer = torch.optim.SGD(setting.model.parameters(), SCALE)
+
+    def call(k: int) -> Tensors:
+        with library.innerloop_ctx(setting.model, optimizer) as (model, steps):
+            for _ in range(k + 1):
+                weights = list(model.parameters())
+                penalty = torch.stack(
+                    [(r.exp() * w.square()).sum() for w, r in zip(weights, setting.rates, strict=True)]
+                ).sum()
+                steps.step(F.cross_entropy(model(setting.x), setting.y) + penalty / 2)
+            return torch.autograd.grad(F.cross_entropy(model(setting.x), setting.y), setting.rates)
+
+    return call
+
+
+LIBRARIES: dict[str, tuple[Callable[[Setting], Call], str | None]] = {
+    "bestresponse, Hessian": (hessian, None),
+    "bestresponse, GaussNewton": (gauss_newton, None),
+    "betty": (betty, "betty"),
+    "torchopt": (torchopt, "torchopt"),
+    "hypergrad": (hypergrad, "hypergrad"),
+    "curvlinops, by hand": (curvlinops, "curvlinops"),
+    "bestresponse, Unrolled": (unrolled, None),
+    "higher, unrolled": (higher, "higher"),
+}
+COMPARED = {
+    "bestresponse, GaussNewton": gauss_newton,
+    "bestresponse, Unrolled": unrolled,
+    "higher, unrolled": unrolled,
+}
+
+
+def work(library: str, case: str, threads: int) -> None:
+    """One library in a process of its own, told on its standard input what to time, and when."""
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    setting = Setting(case)
+    try:
+        call = LIBRARIES[library][0](setting)
+        answer = call(FEW)
+        exact = COMPARED.get(library, hessian)(Setting(case, torch.float64))(FEW)
+        far, size = (
+            torch.cat([part.double().reshape(-1) for part in parts]).norm()
+            for parts in ([a.double() - e for a, e in zip(answer, exact, strict=True)], exact)
+        )
+        told: dict[str, Any] = {"apart": float(far / size)}
+        unit = measuring.peak_bytes(setting.gradient)
+        for k in (0, FEW, MANY):
+            told[f"memory {k}"] = measuring.peak_bytes(partial(call, k)) / unit
+    except Exception as error:  # what a library raises is the result
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        print(
+            json.dumps(
+                {"error": f"{type(error).__name__}: {error}"[:200], "at": f"{Path(last.filename).name}"}
+            ),
+            flush=True,
+        )
+        return
+    print(json.dumps(told), flush=True)
+    for line in sys.stdin:
+        task = line.strip()
+        start = time.process_time()
+        if task == "gradient":
+            setting.gradient()
+        else:
+            call(int(task))
+        print(json.dumps(time.process_time() - start), flush=True)
+
+
+def measure(case: str, threads: int, repeats: int) -> list[dict[str, Any]]:
+    """Start a process for each library, and let them take turns."""
+    rows, processes = {}, {}
+    for library, (_, module) in LIBRARIES.items():
+        if module is not None and find_spec(module) is None:
+            print(f"{library} is not installed, and left out")
+            continue
+        command = [sys.executable, __file__, "--worker", library, "--case", case, "--threads", str(threads)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert process.stdout is not None
+        lines = [line for line in [process.stdout.readline()] if line.strip()]
+        told = json.loads(lines[0]) if lines else {"error": "the process ended without a word"}
+        rows[library] = {"case": case, "library": library, **told}
+        if "error" not in told:
+            processes[library] = process
+    tasks = ["gradient", "0", str(FEW), str(MANY)]
+    taken: dict[tuple[str, str], list[float]] = {(name, task): [] for name in processes for task in tasks}
+    for number in range(repeats + 1):
+        for task in tasks:
+            for library, process in processes.items():
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(task + "\n")
+                process.stdin.flush()
+                seconds = float(json.loads(process.stdout.readline()))
+                if number:
+                    taken[library, task].append(seconds)
+    for library, process in processes.items():
+        process.communicate()
+        median = {task: statistics.median(taken[library, task]) for task in tasks}
+        unit = median["gradient"]
+        rows[library] |= {
+            "fixed": median["0"] / unit,
+            "a product": (median[str(MANY)] - median[str(FEW)]) / (MANY - FEW) / unit,
+            f"K = {MANY}": median[str(MANY)] / unit,
+            "gradient [ms]": 1e3 * unit,
+        }
+    return list(rows.values())
+
+
+def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    keys = (
+        "library",
+        "fixed",
+        "a product",
+        f"K = {MANY}",
+        f"memory {FEW}",
+        f"memory {MANY}",
+        "apart",
+        "error",
+    )
+    return [{k: r.get(k, "") for k in keys if k != "error" or any("error" in r for r in rows)} for r in rows]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    with plots.panels(path, 1, len(cases), (4.2 * len(cases), 3.6)) as axes:
+        for axis, case in zip(axes[0], cases, strict=True):
+            for row in (r for r in rows if r["case"] == case and "error" not in r):
+                mine = row["library"].startswith("bestresponse")
+                axis.plot(
+                    row["a product"],
+                    row[f"memory {MANY}"],
+                    "o" if mine else "s",
+                    color=plots.BLUE if mine else plots.GREY,
+                )
+                axis.annotate(
+                    row["library"].removeprefix("bestresponse, "), (row["a product"], row[f"memory {MANY}"]),
+                    xytext=(4, 3), textcoords="offset points", fontsize=7,
+                )  # fmt: skip
+            plots.style(
+                axis,
+                "time of a product [training gradients]",
+                f"memory at K = {MANY} [training gradients]",
+                case,
+            )
+            axis.set_xlim(left=0)
+            axis.set_yscale("log")
+            axis.margins(x=0.25)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1, help="processor threads for torch, in each process")
+    parser.add_argument("--repeats", type=int, default=9, help="counted rounds; the median is reported")
+    parser.add_argument("--cases", nargs="+", choices=cost.CASES, default=list(cost.CASES))
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="folder to write to")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.case, options.threads)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for case in options.cases:
+        rows += (of_case := measure(case, options.threads, options.repeats))
+        print(f"{case}: in training gradients")
+        print(table(shown(of_case)), flush=True)
+    result = {"rows": rows, "threads": options.threads, "repeats": options.repeats, "versions": versions()}
+    write_whole(options.out / "peers.json", result)
+    draw(rows, options.out / "peers.png")
+    print(f"\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()
