@@ -47,25 +47,39 @@ def val_loss(model: Network, tuned: nn.ModuleDict, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def main() -> None:
+def draw() -> tuple[Batch, Batch, Batch]:
+    """Training, validation and test examples."""
     torch.manual_seed(0)
     x = torch.randn(1200, 20)
     y = (x[:, 0] + x[:, 1] * x[:, 2] + 0.5 * torch.randn(1200) > 0).long()
     train, val, test = ((x[a:b], y[a:b]) for a, b in ((0, 100), (100, 600), (600, 1200)))
+    return train, val, test
+
+
+def make_problem() -> tuple[br.Problem, Batch, Batch, torch.optim.Optimizer]:
+    """For ``bestresponse check examples.dropout_and_decay:make_problem``: the problem before the first step."""
+    train, val, _ = draw()
     model = Network()
     problem = br.Problem(model, model.tuned, train_loss, val_loss)
+    return problem, train, val, torch.optim.Adam(problem.weights.values(), 1e-2)
+
+
+def main() -> None:
+    problem, train, val, optimizer = make_problem()
+    model, test = problem.model, draw()[2]
+    # With dropout: few steps, and a damping of one's own.
+    method = br.Implicit(
+        br.ConjugateGradient(2, damping=0.1),
+        br.GaussNewton(
+            lambda m, h, b: m(b[0]), lambda z, b: F.cross_entropy(z, b[1]), rest=model.tuned["decay"]
+        ),
+        warm_start=True,
+    )
     tuner = br.Tuner(
         problem,
-        torch.optim.Adam(problem.weights.values(), 1e-2),
+        optimizer,
         torch.optim.Adam(problem.hyperparameters.values(), 3e-2),
-        # With dropout: few steps, and a damping of one's own.
-        br.Implicit(
-            br.ConjugateGradient(2, damping=0.1),
-            br.GaussNewton(
-                lambda m, h, b: m(b[0]), lambda z, b: F.cross_entropy(z, b[1]), rest=model.tuned["decay"]
-            ),
-            warm_start=True,
-        ),
+        method,
         weight_steps=5,
         warmup_steps=50,
     )
