@@ -7,9 +7,9 @@ First, a 784-512-512-10 network, batches of 256, a weight decay for each weight,
 and the most tensor memory alive, all state counted, of training with tuning over training without (the same training
 loss, its regulariser included, with constant decays), for several numbers of weight steps to a hyper-step.
 
-Second, the run of `weight_decay.py` (MNIST, 1,000 training and 1,000 validation examples, 600 hyper-steps of five weight
-steps): the CPU seconds at which each method reaches the validation loss that the paper's, a series of three terms,
-ends with. The methods of other libraries stand in the place of ours in the same loop, with the same optimisers and
+Second, the run of `weight_decay.py` (MNIST, 1,000 training and 1,000 validation examples, 600 hyper-steps of five
+weight steps): the CPU seconds at which each method reaches the validation loss that the paper's, a series of three
+terms, ends with. Methods of other libraries stand in the place of ours in the same loop, with the same optimisers and
 batches.
 
 prints two tables, and writes joint.json and joint.png into --out. What is not installed is left out.

@@ -4,9 +4,9 @@
     python benchmarks/scaling.py --weights 1e8 --threads 2
 
 Networks 784-h-h-10 of growing h, batches of 128, labels that ten of the inputs tell, Adam for the weights and for the
-logarithms of the decays, ten weight steps before each hyper-step, Gauss-Newton with two steps of conjugate gradient. Each
-size runs in a process of its own, plain training before tuning: CPU seconds for each weight step, and the most memory
-that the process held (its resident set), less that of the process without a model.
+logarithms of the decays, ten weight steps before each hyper-step, Gauss-Newton with two steps of conjugate gradient.
+Each size runs in a process of its own, plain training before tuning: CPU seconds for each weight step, and the most
+memory that the process held (its resident set), less that of the process without a model.
 
 prints one table with the slopes of the logarithms, and writes scaling.json and scaling.png into --out.
 """

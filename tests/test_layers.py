@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
 from bestresponse import _tree
+from bestresponse._frozen_norm import affine_norms
 from bestresponse.solvers.direct import dense
 from bestresponse.testing import differences
 
@@ -335,3 +336,55 @@ def test_methods_that_put_other_tensors_in_place_refuse_checkpoints(make):
     problem, batch = made("checkpoint")
     with pytest.raises(br.Error, match="without torch.utils.checkpoint"):
         br.hypergradient(problem, batch, batch, make())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_frozen_batch_norm_as_a_multiplication_is_torchs(norm, affine):
+    layer = norm(3, affine=affine)
+    layer.running_mean.uniform_(-1, 1)
+    layer.running_var.uniform_(0.5, 2)
+    if affine:
+        nn.init.uniform_(layer.weight)
+        nn.init.uniform_(layer.bias)
+    layer.eval()
+    dimensions = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[norm]
+    x = torch.randn(4, 3, *(2,) * dimensions, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+
+    def derivatives():
+        y = layer(x)
+        first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
+        return [y, *first, *torch.autograd.grad(sum(g.sum() for g in first), inputs, allow_unused=True)]
+
+    plain = derivatives()
+    with affine_norms([layer]):
+        assert "forward" in vars(layer)
+        for one, other in zip(plain, derivatives(), strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.allclose(one, other, atol=1e-12)
+        layer.train()
+        assert torch.equal(layer(x), norm.forward(layer, x))
+        layer.eval()
+    assert "forward" not in vars(layer)
+
+
+def test_batch_norms_are_put_back_after_an_error_and_others_are_left_alone():
+    class Own(nn.BatchNorm1d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Own(4), nn.Linear(4, 2)).eval()
+    seen = []
+
+    def broken(m, h, b):
+        seen.append(["forward" in vars(layer) for layer in m])
+        raise KeyError("stop")
+
+    problem = br.Problem(
+        model, br.hyperparameters.WeightDecay(model), broken, lambda m, h, b: loss(m(b[0]), b)
+    )
+    with pytest.raises(KeyError):
+        br.hypergradient(problem, None, (torch.randn(5, 3), torch.randint(2, (5,))), br.Implicit())
+    assert seen == [[False, True, False, False]]
+    assert not any("forward" in vars(layer) for layer in model)
