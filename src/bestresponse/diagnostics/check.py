@@ -169,7 +169,7 @@ def _compared(
     retraining = None
     if steps and known.highest > 0.0:
         retraining = retrain(copied(bench, double=False), direction, size, known.highest, steps)
-    tried = methods.candidates(bench, known, _purely_direct(bench)) | more
+    tried = methods.candidates(bench, known) | more
     return retraining, methods.compare(bench, tried, optimizer, direction, best)
 
 
@@ -186,15 +186,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _purely_direct(bench: Bench) -> bool:
-    return any("all of the hypergradient is direct" in f.text for f in bench.findings)
-
-
 def _advice(bench: Bench, known: Spectrum | None, retraining: Retraining | None, rows: list[Row]) -> str:
     wrong = [f.topic for f in bench.findings if f.level == "error" and f.topic != "second derivatives"]
     if wrong or known is None:
         return f"mend what is said of {', '.join(dict.fromkeys(wrong)) or 'the curvature'}, and check again."
-    if _purely_direct(bench):
+    if bench.direct_only:
         return "Direct(), since nothing comes through the weights."
     if bench.failed("second derivatives"):
         text = (

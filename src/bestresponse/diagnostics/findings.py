@@ -41,6 +41,7 @@ class Bench:
         train, val: the batches.
         seed: of the random state of each pass.
         findings: what was found so far.
+        direct_only: whether train_loss reads no hyperparameter, so that nothing comes through the weights.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Bench:
     val: Any
     seed: int
     findings: list[Finding]
+    direct_only: bool = False
 
     def say(self, level: Level, topic: str, text: str) -> None:
         """Add a finding."""

@@ -93,6 +93,7 @@ def _dependence(bench: Bench) -> None:
             "the game is pure-response: val_loss does not read them, so that all comes through the weights."
         )
     elif not any(id(p) in of_train for p in hyper.values()):
+        bench.direct_only = True
         text = "train_loss reads none of them: all of the hypergradient is direct, and Direct() gives it."
     else:
         text = f"val_loss itself reads {named(direct)}: the hypergradient has a direct part."

@@ -43,10 +43,10 @@ class Row:
     said: str
 
 
-def candidates(bench: Bench, spectrum: Spectrum, purely_direct: bool) -> dict[str, Method]:
+def candidates(bench: Bench, spectrum: Spectrum) -> dict[str, Method]:
     """The methods that a check compares."""
     rate = 1.0 / spectrum.highest if spectrum.highest > 0.0 else 0.1
-    if purely_direct:
+    if bench.direct_only:
         return {"Direct()": Direct()}
     if bench.failed("second derivatives"):
         return {
