@@ -12,7 +12,8 @@ weight steps): the CPU seconds at which each method reaches the validation loss 
 terms, ends with. Methods of other libraries stand in the place of ours in the same loop, with the same optimisers and
 batches.
 
-prints two tables, and writes joint.json and joint.png into --out. What is not installed is left out.
+prints a table for each (--parts added race), and writes joint.json and joint.png into --out. What is not installed is
+left out.
 """
 
 import argparse
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="pairs of runs for the first table; the median counts"
     )
+    parser.add_argument("--parts", nargs="+", choices=("added", "race"), default=["added", "race"])
     parser.add_argument("--seeds", type=int, default=1, help="of the second table")
     parser.add_argument("--hyper-steps", type=int, default=600)
     parser.add_argument("--data-dir", type=Path, default=None)
@@ -270,13 +272,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    first = added(options.repeats)
-    print(table(first), flush=True)
-    rows = race(data.load("mnist", options.data_dir), options.seeds, options.hyper_steps)
-    print(table(arrivals(rows)))
+    first = added(options.repeats) if "added" in options.parts else []
+    print(table(first) if first else "", flush=True)
+    rows: list[dict[str, Any]] = []
+    if "race" in options.parts:
+        rows = race(data.load("mnist", options.data_dir), options.seeds, options.hyper_steps)
+        print(table(arrivals(rows)))
+        draw(rows, options.out / "joint.png")
     result = {"added": first, "race": rows, "threads": options.threads, "versions": versions()}
     write_whole(options.out / "joint.json", result)
-    draw(rows, options.out / "joint.png")
     print(f"\nwritten to {options.out}")
 
 
