@@ -108,6 +108,31 @@ def newton(problem: br.Problem, batch) -> None:
     raise AssertionError(f"Newton's method did not converge: {float(gradient.detach().norm())}")
 
 
+def train(problem: br.Problem, batch, optimizer, steps: int) -> None:
+    """So many plain steps on one batch."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = problem.train_loss(problem.model, problem.hyper, batch)
+        loss.backward(inputs=list(problem.weights.values()))
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+class Cube(torch.autograd.Function):
+    """x³, without a second derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
 def network(hidden: nn.Module | None = None, decayed: bool = True) -> tuple[br.Problem, Any, Any]:
     """A small smooth network with a decay for each weight, away from any stationary point.
 

@@ -365,19 +365,6 @@ def test_a_weight_that_the_loss_is_linear_in_has_no_curvature():
 # --- defences against wrong second derivatives -------------------------------------------------
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -445,8 +432,11 @@ def problem_of(model):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: Applied(Cube.apply), "Cube.*once_differentiable.*FiniteDifference"),
-        (lambda: Applied(lambda y: Cube.apply(y).sum(dim=1, keepdim=True)), "Cube.*once_differentiable"),
+        (lambda: Applied(cases.Cube.apply), "Cube.*once_differentiable.*FiniteDifference"),
+        (
+            lambda: Applied(lambda y: cases.Cube.apply(y).sum(dim=1, keepdim=True)),
+            "Cube.*once_differentiable",
+        ),
         (FusedAttention, "scaled_dot_product.*SDPBackend.MATH"),
         (Bags, "embedding_bag.*FiniteDifference"),
         (lambda: Checkpointed(True), "checkpoint.*use_reentrant=False"),
@@ -528,7 +518,9 @@ def test_a_constant_upstream_gradient_does_not_hide_a_once_differentiable_functi
     problem = br.Problem(
         model,
         hyper,
-        lambda m, h, b: Cube.apply(m.weight * h["rate"].exp()).sum() + m.weight.square().sum() + m.bias.sum(),
+        lambda m, h, b: (
+            cases.Cube.apply(m.weight * h["rate"].exp()).sum() + m.weight.square().sum() + m.bias.sum()
+        ),
         lambda m, h, b: m.weight.sum(),
     )
     with pytest.raises(br.Error, match="Cube"):
@@ -547,7 +539,7 @@ def test_the_ways_out_work():
     differences = br.Implicit(br.Exact(damping=0.1), br.FiniteDifference())
     exact = br.Implicit(br.Exact(damping=0.1))
 
-    cubed = problem_of(Applied(Cube.apply))
+    cubed = problem_of(Applied(cases.Cube.apply))
     written_out = problem_of(Applied(lambda y: y**3))
     written_out.model.inner.load_state_dict(cubed.model.inner.state_dict())
     one = br.hypergradient(cubed, batch(), batch(), differences)

@@ -31,14 +31,7 @@ def problem_of(model, train_loss=None, hyper=None, val_loss=fit):
 
 def settled(problem, train, steps=1500, rate=0.3):
     """Train to a stationary point."""
-    optimizer = torch.optim.SGD(problem.weights.values(), rate, momentum=0.9)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        problem.train_loss(problem.model, problem.hyper, train).backward(
-            inputs=list(problem.weights.values())
-        )
-        optimizer.step()
-    optimizer.zero_grad()
+    cases.train(problem, train, torch.optim.SGD(problem.weights.values(), rate, momentum=0.9), steps)
     return problem
 
 
@@ -205,19 +198,7 @@ def test_weights_that_are_edited_in_a_pass():
 
 
 def test_a_once_differentiable_operation():
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            return 3 * x**2 * grad
-
-    found = check(problem_of(Network(Cube.apply)), data(), data(), retrain_steps=5)
+    found = check(problem_of(Network(cases.Cube.apply)), data(), data(), retrain_steps=5)
     assert "Cube" in of(found, "second derivatives", "error")[0]
     assert "FiniteDifference()" in found.recommendation
     assert {r.method.split("(")[0] for r in found.rows} == {"the reference", "Implicit", "Penalty"}

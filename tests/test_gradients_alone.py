@@ -29,13 +29,7 @@ def begun(problem, train, make, steps=3):
     """An optimiser whose state has seen gradients, with the weights put back."""
     kept = {n: w.detach().clone() for n, w in problem.weights.items()}
     optimizer = make(problem.weights.values())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        problem.train_loss(problem.model, problem.hyper, train).backward(
-            inputs=list(problem.weights.values())
-        )
-        optimizer.step()
-    optimizer.zero_grad()
+    cases.train(problem, train, optimizer, steps)
     with torch.no_grad():
         for name, w in problem.weights.items():
             w.copy_(kept[name])

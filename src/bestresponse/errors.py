@@ -3,6 +3,8 @@
 Each message says what was required, what was got, and what to do.
 """
 
+from collections.abc import Iterable
+
 
 class Error(Exception):
     """The base of every error that the library raises itself."""
@@ -38,3 +40,10 @@ class SolveError(EvaluationError):
 
 class BestResponseWarning(UserWarning):
     """The category of every warning that the library gives: filter it by this class."""
+
+
+def named(names: Iterable[object], most: int = 5) -> str:
+    """A list of names in words, for messages."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(map(str, listed[:most])) + more

@@ -1,5 +1,6 @@
 """Products with the Hessian by forward-mode differentiation of the backward pass."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -55,6 +56,7 @@ class ForwardOverReverse(Linearisation):
         return self._passes.train_loss(self._batch, {**weights, **duals}), duals
 
 
+@functools.cache  # each time would make Python forget which warnings it has given
 def _load_formulas() -> None:
     """Let torch load the derivatives that it has in Python; some versions warn of themselves as they do."""
     with warnings.catch_warnings(), forward_ad.dual_level():

@@ -18,7 +18,7 @@ from .linearisation import Curvature, Linearisation, require_curvature
 from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
-from .solvers import SOBA, ConjugateGradient, Neumann, Solution, Solver
+from .solvers import ConjugateGradient, Solution, Solver
 
 
 class Method(ABC):
@@ -190,9 +190,9 @@ class Implicit(Method):
                 f"Implicit.solver must be a solver, such as Neumann(terms=20); got {self.solver!r}."
             )
         require_curvature("Implicit", self.curvature)
-        if self.warm_start and isinstance(self.solver, Neumann) and self.solver.fresh_batches:
+        if self.warm_start and not self.solver.takes_start:
             raise ArgumentError(
-                "Neumann(fresh_batches=True) estimates the solution from zero, and from a warm start would tend to "
+                f"{self.solver!r} estimates the solution from zero, and from a warm start would tend to "
                 "that of its first batch; got warm_start=True. Use solvers.SOBA(fresh_batches=True)."
             )
 
@@ -239,11 +239,11 @@ class Implicit(Method):
         state = problem.state(self)
         if self.warm_start:
             problem.meet(self)
-        elif isinstance(self.solver, SOBA):
+        elif self.solver.needs_start:
             problem.warn_once(
                 "cold steps",
-                "SOBA makes a few steps a call from the last solution, which needs warm_start=True; without it each "
-                "call begins at zero.",
+                f"{type(self.solver).__name__} makes a few steps a call from the last solution, which needs "
+                "warm_start=True; without it each call begins at zero.",
             )
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
         solver = self.solver.opening() if self.warm_start and start is None else self.solver

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from . import _graph, _tree
 from ._tree import Tree
 from .batches import weighted
+from .errors import named
 from .kronecker import Layer, supported
 from .linearisation import Curvature, Linearisation
 from .outputs import output_root, with_graph
@@ -157,16 +158,16 @@ class Factors:
         found = {m: Layer(m, names, uses, [call.x for call in of_layer]) for m, of_layer in made.items()}
         self.layers = {layer.weight: layer for layer in found.values()}
         covered = {name for layer in self.layers.values() for name in layer.names}
-        self._others = {n: w for n, w in problem.weights.items() if n not in covered and id(w) in uses}
-        self.diagonal: Tree = _tree.zeros_like(self._others)
+        others = {n: w for n, w in problem.weights.items() if n not in covered and id(w) in uses}
+        self.diagonal: Tree = _tree.zeros_like(others)
         edges = [call.edge for of_layer in made.values() for call in of_layer]
-        inputs: list[Any] = [*edges, *self._others.values()]
+        inputs: list[Any] = [*edges, *others.values()]
         for u in columns if inputs else ():
             slopes = torch.autograd.grad(moving, inputs, u, retain_graph=True, allow_unused=True)
             following = iter(slopes)
             for module, of_layer in made.items():
                 found[module].add_slopes([next(following) for _ in of_layer])
-            for name, slope in zip(self._others, following, strict=True):
+            for name, slope in zip(others, following, strict=True):
                 if slope is not None:
                     self.diagonal[name] += slope.square()
 
@@ -198,12 +199,7 @@ class Factors:
     @property
     def detail(self) -> str:
         """Which weights have no factors."""
-        if not self.diagonal:
-            return ""
-        more = len(self.diagonal) - 5
-        return f"KFAC by its diagonal: {', '.join(list(self.diagonal)[:5])}" + (
-            f" and {more} more" if more > 0 else ""
-        )
+        return f"KFAC by its diagonal: {named(self.diagonal)}" if self.diagonal else ""
 
 
 class Inverted:

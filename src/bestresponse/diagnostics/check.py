@@ -157,8 +157,6 @@ def _compared(
 ) -> tuple[Retraining | None, list[Row]]:
     """Training again along the reference hypergradient, and what each method says of it."""
     best = methods.reference(bench)
-    if best is None:
-        return None, []
     size = _tree.norm(best)
     if not 0.0 < size < math.inf:
         bench.say(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from .. import _tree
 from ..curvature import FiniteDifference, Hessian
-from ..errors import Error
+from ..errors import Error, named
 from ..problem import Problem
-from .findings import Bench, named
+from .findings import Bench
 
 # A relative distance that no rounding explains, in float64 and below.
 _WRONG, _WRONG_BELOW = 1e-4, 0.02

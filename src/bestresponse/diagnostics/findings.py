@@ -77,13 +77,6 @@ def tensors_of(problem: Problem) -> dict[str, Tensor]:
     return {**problem.weights, **{f"hyper.{n}": p for n, p in problem.hyperparameters.items()}}
 
 
-def named(names: Any, most: int = 5) -> str:
-    """A list of names in words."""
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(map(str, listed[:most])) + more
-
-
 def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A batch with a function of each of its tensors, in tuples, lists and dicts."""
     if isinstance(batch, Tensor):

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import _graph, _tree
 from .._requirements import check_weight_optimizer
-from .findings import Bench, named, repeated, tensors_of
+from ..errors import named
+from .findings import Bench, repeated, tensors_of
 
 _NOISE = 1e-6
 
@@ -107,9 +108,8 @@ def _repeatability(bench: Bench) -> None:
     kept = _tree.copy(tensors)
     try:
         for name, batch in (("train_loss", bench.train), ("val_loss", bench.val)):
-            with problem.undisturbed(bench.seed) as passes, torch.no_grad():
-                run = getattr(passes, name)
-                values = [float(_detached(run, batch)) for _ in range(3)]
+            with problem.undisturbed(bench.seed) as passes:
+                values = [float(getattr(passes, name)(batch).detach()) for _ in range(3)]
             spread = max(values) - min(values)
             if spread > _NOISE * max(map(abs, values)):
                 bench.say(
@@ -134,11 +134,6 @@ def _repeatability(bench: Bench) -> None:
         bench.say(
             "ok", "repeatability", "both losses are functions of weights and random state: passes agree."
         )
-
-
-def _detached(run: Any, batch: Any) -> Any:
-    with torch.enable_grad():
-        return run(batch).detach()
 
 
 def restore(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,6 @@ import torch
 
 from .. import _tree
 from ..curvature import FiniteDifference, Hessian, linearise
-from ..errors import Error
 from ..linearisation import Curvature
 from ..solvers import MINRES, ConjugateGradient
 from ..solvers.direct import dense
@@ -44,41 +43,35 @@ class Spectrum:
 
 
 def examine(bench: Bench) -> Spectrum | None:
-    """Measure curvature and stationarity; None where no product can be made."""
+    """Measure curvature and stationarity; None where products are not finite."""
     problem = bench.problem
     second = bench.failed("second derivatives")
     curvature: Curvature = FiniteDifference() if second else Hessian()
-    try:
-        with problem.undisturbed(bench.seed, twice=curvature.twice) as passes:
-            loss = passes.train_loss(bench.train)
-            live = list(problem.weights.values())
-            gradients = torch.autograd.grad(loss, live, allow_unused=True)
-            system = linearise(curvature, passes, bench.train)
-            known = dict(zip(problem.weights, gradients, strict=True))
-            g = {n: x for n in system.names if (x := known[n]) is not None}
-            if _tree.size(g) <= _DENSE:
-                matrix = dense(system, g)
-                if not bool(torch.isfinite(matrix).all()):
-                    bench.say("error", "curvature", _NOT_FINITE)
-                    return None
-                values = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
-                lowest, highest, whole = float(values[0]), float(values[-1]), True
-                smallest = float(values.abs().min())
-            else:
-                generator = torch.Generator().manual_seed(2)
-                b = {n: torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for n, x in g.items()}
-                ritz = MINRES(_STEPS, tolerance=0.0).solve(system, b).report.curvature
-                if ritz is None:
-                    bench.say(
-                        "error", "curvature", "products with the Hessian must be finite; got NaN or infinity."
-                    )
-                    return None
-                lowest, highest, whole = *ritz, False
-                smallest = min(abs(lowest), abs(highest))
-            step = ConjugateGradient(20, tolerance=1e-3, damping=None).solve(system, g).x
-    except Error as error:
-        bench.say("error", "curvature", str(error))
-        return None
+    with problem.undisturbed(bench.seed, twice=curvature.twice) as passes:
+        loss = passes.train_loss(bench.train)
+        live = list(problem.weights.values())
+        gradients = torch.autograd.grad(loss, live, allow_unused=True)
+        system = linearise(curvature, passes, bench.train)
+        known = dict(zip(problem.weights, gradients, strict=True))
+        g = {n: x for n in system.names if (x := known[n]) is not None}
+        if _tree.size(g) <= _DENSE:
+            matrix = dense(system, g)
+            if not bool(torch.isfinite(matrix).all()):
+                bench.say("error", "curvature", _NOT_FINITE)
+                return None
+            values = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
+            lowest, highest, whole = float(values[0]), float(values[-1]), True
+            smallest = float(values.abs().min())
+        else:
+            generator = torch.Generator().manual_seed(2)
+            b = {n: torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for n, x in g.items()}
+            ritz = MINRES(_STEPS, tolerance=0.0).solve(system, b).report.curvature
+            if ritz is None:
+                bench.say("error", "curvature", _NOT_FINITE)
+                return None
+            lowest, highest, whole = *ritz, False
+            smallest = min(abs(lowest), abs(highest))
+        step = ConjugateGradient(20, tolerance=1e-3, damping=None).solve(system, g).x
     spectrum = Spectrum(lowest, highest, smallest, whole, _tree.norm(g), _tree.dot(g, step) / 2.0)
     _tell(bench, spectrum)
     return spectrum

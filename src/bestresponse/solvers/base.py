@@ -160,10 +160,17 @@ class Solver(ABC):
     Attributes:
         needs_definite: whether a start x with xᵀ(A + δI)x ≤ 0 is one that cannot be right.
         spoiled: the residual, in units of that of zero, above which a start is dropped.
+        needs_start: whether it makes only a few steps from an earlier solution.
     """
 
     needs_definite: ClassVar[bool] = True
     spoiled: ClassVar[float] = 10.0
+    needs_start: ClassVar[bool] = False
+
+    @property
+    def takes_start(self) -> bool:
+        """Whether it tends to the solution of the system from an earlier one."""
+        return True
 
     def solve(
         self,
@@ -222,7 +229,7 @@ class Solver(ABC):
         number = memory.pop("solves", 0)
         solver: Any = self
         value = solver.tolerance(number)
-        if callable(value) or isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ArgumentError(
                 f"{type(self).__name__}.tolerance, a function of the number of solves before, must return a number "
                 f"≥ 0; got {value!r} for {number}."

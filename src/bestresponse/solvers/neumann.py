@@ -56,6 +56,10 @@ class Neumann(Solver):
             require_number("Neumann.scale", self.scale)
             require(0 < self.scale < math.inf, "Neumann.scale", "positive and finite, or None", self.scale)
 
+    @property
+    def takes_start(self) -> bool:
+        return not self.fresh_batches
+
     def iterate(self, system: System) -> Solution:
         if self.scale is not None:
             return self._series(system, float(self.scale), {})

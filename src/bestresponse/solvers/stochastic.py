@@ -40,6 +40,7 @@ class SOBA(Solver):
 
     needs_definite = False
     spoiled = 100.0
+    needs_start = True
 
     def __post_init__(self) -> None:
         require_integer("SOBA.steps", self.steps, 1)
