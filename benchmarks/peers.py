@@ -310,29 +310,22 @@ def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     cases = list(dict.fromkeys(r["case"] for r in rows))
-    with plots.panels(path, 1, len(cases), (4.2 * len(cases), 3.6)) as axes:
+    others = iter((plots.GREY, plots.GREEN, plots.ORANGE, plots.PURPLE, plots.RED))
+    markers = iter("os^")
+    looks = {  # ours blue, by shape; the others by colour
+        name: (plots.BLUE, next(markers)) if module is None else (next(others), "D")
+        for name, (_, module) in LIBRARIES.items()
+    }
+    with plots.panels(path, 1, len(cases), (3.4 * len(cases) + 1.8, 3.4)) as axes:
         for axis, case in zip(axes[0], cases, strict=True):
             for row in (r for r in rows if r["case"] == case and "error" not in r):
-                mine = row["library"].startswith("bestresponse")
-                axis.plot(
-                    row["a product"],
-                    row[f"memory {MANY}"],
-                    "o" if mine else "s",
-                    color=plots.BLUE if mine else plots.GREY,
-                )
-                axis.annotate(
-                    row["library"].removeprefix("bestresponse, "), (row["a product"], row[f"memory {MANY}"]),
-                    xytext=(4, 3), textcoords="offset points", fontsize=7,
-                )  # fmt: skip
-            plots.style(
-                axis,
-                "time of a product [training gradients]",
-                f"memory at K = {MANY} [training gradients]",
-                case,
-            )
-            axis.set_xlim(left=0)
-            axis.set_yscale("log")
-            axis.margins(x=0.25)
+                colour, marker = looks[row["library"]]
+                label = row["library"] if case == cases[0] else None
+                axis.plot(row["a product"], row[f"memory {MANY}"], marker, color=colour, ms=6, label=label)
+            plots.style(axis, "time of a product", f"memory at K = {MANY}", case)
+            axis.set_xlim(0.0, 1.15 * max(r.get("a product", 0.0) for r in rows))
+            axis.set_ylim(0.0, 1.08 * max(r.get(f"memory {MANY}", 0.0) for r in rows))
+        axes[0][0].figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
 def main() -> None:
