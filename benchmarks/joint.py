@@ -8,9 +8,9 @@ and the most tensor memory alive, all state counted, of training with tuning ove
 loss, its regulariser included, with constant decays), for several numbers of weight steps to a hyper-step.
 
 Second, the run of `weight_decay.py` (MNIST, 1,000 training and 1,000 validation examples, 600 hyper-steps of five
-weight steps): the CPU seconds at which each method reaches the validation loss that the paper's, a series of three
-terms, ends with. Methods of other libraries stand in the place of ours in the same loop, with the same optimisers and
-batches.
+weight steps), for two learning rates of the decays: the CPU time at which each method reaches the validation loss that
+the paper's, a series of three terms, ends with. Methods of other libraries stand in the place of ours in the same
+loop, with the same optimisers and batches.
 
 prints a table for each (--parts added race), and writes joint.json and joint.png into --out. What is not installed is
 left out.
@@ -24,12 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import weight_decay
+from libraries import Tensors, betty, hypergrad, torchopt
 from torch import Tensor, nn
 
 import bestresponse as br
@@ -115,145 +115,114 @@ def added(repeats: int) -> list[dict[str, Any]]:
 # --- the race --------------------------------------------------------------------------------------------
 
 
+class Task:
+    """The losses of a problem as functions of its weights and rates, for one batch each."""
+
+    def __init__(self, problem: br.Problem, train_batch: Any, val_batch: Any) -> None:
+        self.problem, self.train_batch, self.val_batch = problem, train_batch, val_batch
+        self.weights, self.rates = list(problem.weights.values()), list(problem.hyperparameters.values())
+        self.value = float("nan")
+
+    def train(self, weights: Tensors, rates: Tensors) -> Tensor:
+        penalty = sum((r.exp() * w.square()).sum() for w, r in zip(weights, rates, strict=True))
+        return self._fit(weights, self.train_batch) + penalty / 2
+
+    def val(self, weights: Tensors) -> Tensor:
+        loss = self._fit(weights, self.val_batch)
+        self.value = float(loss.detach())
+        return loss
+
+    def _fit(self, weights: Tensors, batch: Any) -> Tensor:
+        named = dict(zip(self.problem.weights, weights, strict=True))
+        outputs = torch.func.functional_call(self.problem.model, named, (batch[0],))
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+
 @dataclass(frozen=True, eq=False)
 class Other(br.Method):
-    """A method of another library, on the problem and batch of the call."""
+    """A method of another library, on the problem and the batches of the call."""
 
-    solve: Callable[[Callable[..., Tensor], list[Tensor], list[Tensor], list[Tensor]], Any]
+    solve: Callable[[Task], Tensors]
 
     def differentiate(self, passes: Any, train_batch: Any, val_batch: Any) -> br.Hypergradient:
         problem = passes.problem
-        weights, rates = list(problem.weights.values()), list(problem.hyperparameters.values())
-        value = passes.val_loss(val_batch)
-        vector = list(torch.autograd.grad(value, weights))
-
-        def loss(weights: Any, rates: Any) -> Tensor:
-            named = dict(zip(problem.weights, weights, strict=True))
-            outputs = torch.func.functional_call(problem.model, named, (train_batch[0],))
-            fit = nn.functional.cross_entropy(outputs, train_batch[1])
-            return fit + sum((r.exp() * w.square()).sum() for w, r in zip(weights, rates, strict=True)) / 2
-
-        found = dict(zip(problem.hyperparameters, self.solve(loss, weights, rates, vector), strict=True))
+        task = Task(problem, train_batch, val_batch)
+        found = dict(zip(problem.hyperparameters, self.solve(task), strict=True))
         found = {n: x.detach() for n, x in found.items()}
         zeros = {n: torch.zeros_like(x) for n, x in found.items()}
-        return br.Hypergradient(found, zeros, found, float(value.detach()))
+        return br.Hypergradient(found, zeros, found, task.value)
 
 
-def betty(method: str, steps: int) -> br.Method:
-    from betty import hypergradient
-
-    def solve(loss: Any, weights: Any, rates: Any, vector: Any) -> Any:
-        config = SimpleNamespace(
-            neumann_iterations=steps, neumann_alpha=SCALE, cg_iterations=steps, cg_alpha=1.0
-        )
-        current = SimpleNamespace(
-            paths=[], cur_batch=None, config=config, training_step_exec=lambda _: loss(weights, rates),
-            trainable_parameters=lambda: weights, parameters=lambda: weights,
-        )  # fmt: skip
-        return getattr(hypergradient, method)(
-            vector, current, SimpleNamespace(trainable_parameters=lambda: rates)
-        )
-
-    return Other(solve)
-
-
-def torchopt(steps: int) -> br.Method:
-    from torchopt.linear_solve import solve_inv
-
-    def solve(loss: Any, weights: Any, rates: Any, vector: Any) -> Any:
-        gradient = torch.func.grad(loss)
-        _, products = torch.func.vjp(lambda w: gradient(w, tuple(rates)), tuple(weights))
-        x = solve_inv(ns=True, maxiter=steps, alpha=SCALE)(lambda v: products(v)[0], tuple(vector))
-        _, mixed = torch.func.vjp(lambda r: gradient(tuple(weights), r), tuple(rates))
-        return [-m for m in mixed(x)[0]]
-
-    return Other(solve)
-
-
-def hypergrad(steps: int) -> br.Method:
-    from hypergrad.approx_hypergrad import neumann
-
-    def solve(loss: Any, weights: Any, rates: Any, vector: Any) -> Any:
-        at = tuple(w.detach() for w in weights)
-
-        # Its outer gradient is that of this linear function of the weights.
-        def outer(w: Any, r: Any) -> Tensor:
-            return sum((a * b).sum() for a, b in zip(w, vector, strict=True)) + 0.0 * sum(x.sum() for x in r)
-
-        return neumann(loss, outer, at, tuple(r.detach() for r in rates), num_iters=steps, lr=SCALE)
-
-    return Other(solve)
-
-
-OTHERS: dict[str, tuple[str, Callable[[], br.Method]]] = {
-    "betty, Neumann, 3 terms": ("betty", lambda: betty("neumann", 3)),
-    "betty, Neumann, 20 terms": ("betty", lambda: betty("neumann", 20)),
-    "betty, conjugate gradient, 5 steps": ("betty", lambda: betty("cg", 5)),
-    "torchopt, Neumann, 20 terms": ("torchopt", lambda: torchopt(20)),
-    "hypergrad, Neumann, 3 terms": ("hypergrad", lambda: hypergrad(3)),
-    "hypergrad, Neumann, 20 terms": ("hypergrad", lambda: hypergrad(20)),
+OTHERS: dict[str, tuple[str, Callable[[Task], Tensors]]] = {
+    "betty, Neumann, 3 terms": ("betty", lambda task: betty(task, "neumann", 3, SCALE)),
+    "betty, Neumann, 20 terms": ("betty", lambda task: betty(task, "neumann", 20, SCALE)),
+    "betty, conjugate gradient, 5 steps": ("betty", lambda task: betty(task, "cg", 5, 1.0)),
+    "torchopt, Neumann, 20 terms": ("torchopt", lambda task: torchopt(task, 20, SCALE)),
+    "hypergrad, Neumann, 3 terms": ("hypergrad", lambda task: hypergrad(task, 3, SCALE)),
+    "hypergrad, Neumann, 20 terms": ("hypergrad", lambda task: hypergrad(task, 20, SCALE)),
 }
 OURS = (PAPERS, "Neumann, 20 terms", "Implicit()", "Implicit(curvature=GaussNewton)", "the same, 2 steps")
 
 
-def race(images: data.Images, seeds: int, hyper_steps: int) -> list[dict[str, Any]]:
+def race(images: data.Images, hyper_rate: float, seeds: int, hyper_steps: int) -> list[dict[str, Any]]:
     """The runs of all methods, in turn within a seed."""
     missing = {module for module, _ in OTHERS.values() if find_spec(module) is None}
     methods: dict[str, Callable[[nn.Module], br.Method]] = {n: weight_decay.METHODS[n] for n in OURS}
-    for name, (module, make) in OTHERS.items():
+    for name, (module, solve) in OTHERS.items():
         if module not in missing:
-            methods[name] = lambda _, make=make: make()
+            methods[name] = lambda _, solve=solve: Other(solve)
     weight_decay.METHODS.update(methods)
     rows = []
     for seed in range(seeds):
         for name in methods:
+            row: dict[str, Any] = {"method": name, "seed": seed, "curve": []}
             try:
-                rows.append(weight_decay.run("mlp", name, seed, images, hyper_steps))
+                row |= weight_decay.run("mlp", name, seed, images, hyper_steps, hyper_rate)
             except (br.Error, RuntimeError) as error:
-                rows.append({"method": name, "seed": seed, "curve": [], "error": str(error)[:120]})
+                row["error"] = str(error)[:120]
+            rows.append(row | {"hyper rate": hyper_rate})
     return rows
 
 
 def arrivals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each method the CPU seconds to the loss that the paper's ends with, over the seconds of its whole run."""
-    goal = {r["seed"]: r["curve"][-1][2] for r in rows if r["method"] == PAPERS}
-    whole = {r["seed"]: r["curve"][-1][1] for r in rows if r["method"] == PAPERS}
+    """For each method when it comes to the loss that the paper's ends with, and what it ends with itself."""
+    papers = {r["seed"]: r["curve"][-1] for r in rows if r["method"] == PAPERS}
     lines = []
     for name in dict.fromkeys(r["method"] for r in rows):
-        mine = [r for r in rows if r["method"] == name]
-        there = [
-            next((seconds for _, seconds, loss in r["curve"] if loss <= goal[r["seed"]]), None) for r in mine
-        ]
-        shares = [
-            "–" if t is None else f"{t / whole[r['seed']]:.2f}" for t, r in zip(there, mine, strict=True)
-        ]
-        ends = [f"{r['curve'][-1][2]:.4f}" if r["curve"] else r.get("error", "") for r in mine]
-        lines.append(
-            {
-                "method": name,
-                "time to the goal / the paper's run": " ".join(shares),
-                "validation loss at the end": " ".join(ends),
-                "time of a run / the paper's": " ".join(
-                    f"{r['curve'][-1][1] / whole[r['seed']]:.2f}" if r["curve"] else "–" for r in mine
-                ),
-            }
-        )
+        cells: dict[str, list[str]] = {
+            "hyper-steps to it": [],
+            "time to it": [],
+            "end": [],
+            "time of a run": [],
+        }
+        for row in (r for r in rows if r["method"] == name):
+            _, whole, goal = papers[row["seed"]]
+            steps, seconds, _ = next((p for p in row["curve"] if p[2] <= goal), (None, None, None))
+            _, last, end = row["curve"][-1] if row["curve"] else (None, None, None)
+            cells["hyper-steps to it"].append("–" if steps is None else str(steps))
+            cells["time to it"].append("–" if seconds is None else f"{seconds / whole:.2f}")
+            cells["end"].append(row.get("error", "–") if end is None else f"{end:.4f}")
+            cells["time of a run"].append("–" if last is None else f"{last / whole:.2f}")
+        lines.append({"method": name} | {column: " ".join(found) for column, found in cells.items()})
     return lines
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    with plots.panels(path, size=(8.4, 4.2)) as axes:
-        axis = axes[0][0]
-        for index, name in enumerate(dict.fromkeys(r["method"] for r in rows)):
-            first = next(r for r in rows if r["method"] == name)
-            if first["curve"]:
-                _, seconds, losses = zip(*first["curve"], strict=True)
-                axis.semilogy(
-                    seconds, losses, "-" if name in OURS else "--", color=f"C{index % 10}", lw=1.2, label=name
-                )
-        plots.style(axis, "CPU seconds", "validation loss")
-        axis.set_ylim(top=3.0)
-        axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+def draw(races: dict[float, list[dict[str, Any]]], path: Path) -> None:
+    with plots.panels(path, 1, len(races), (4.0 * len(races) + 3.0, 3.8)) as axes:
+        for axis, (rate, rows) in zip(axes[0], races.items(), strict=True):
+            for index, name in enumerate(dict.fromkeys(r["method"] for r in rows)):
+                first = next(r for r in rows if r["method"] == name)
+                if first["curve"]:
+                    _, seconds, losses = zip(*first["curve"], strict=True)
+                    line = "-" if name in OURS else "--"
+                    label = name if axis is axes[0][0] else None
+                    axis.semilogy(seconds, losses, line, color=f"C{index % 10}", lw=1.2, label=label)
+                if name == PAPERS and first["curve"]:
+                    axis.set_xlim(0.0, 2.5 * first["curve"][-1][1])
+                    axis.axhline(first["curve"][-1][2], color="0.6", lw=0.8)
+            plots.style(axis, "CPU seconds", "validation loss", f"hyper learning rate {rate:g}")
+            axis.set_ylim(5e-4, 1.0)
+        axes[0][0].figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
 def main() -> None:
@@ -267,6 +236,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("added", "race"), default=["added", "race"])
     parser.add_argument("--seeds", type=int, default=1, help="of the second table")
     parser.add_argument("--hyper-steps", type=int, default=600)
+    parser.add_argument(
+        "--hyper-rates", type=float, nargs="+", default=[1e-2, 1e-1], help="learning rates of the decays"
+    )
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=Path("runs/joint"), help="folder to write to")
     options = parser.parse_args()
@@ -274,11 +246,15 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     first = added(options.repeats) if "added" in options.parts else []
     print(table(first) if first else "", flush=True)
-    rows: list[dict[str, Any]] = []
-    if "race" in options.parts:
-        rows = race(data.load("mnist", options.data_dir), options.seeds, options.hyper_steps)
-        print(table(arrivals(rows)))
-        draw(rows, options.out / "joint.png")
+    races: dict[float, list[dict[str, Any]]] = {}
+    for rate in options.hyper_rates if "race" in options.parts else []:
+        images = data.load("mnist", options.data_dir)
+        races[rate] = race(images, rate, options.seeds, options.hyper_steps)
+        print(f"hyper learning rate {rate:g}: CPU time over that of the whole run of the paper's method")
+        print(table(arrivals(races[rate])), flush=True)
+    if races:
+        draw(races, options.out / "joint.png")
+    rows = [row for of_rate in races.values() for row in of_rate]
     result = {"added": first, "race": rows, "threads": options.threads, "versions": versions()}
     write_whole(options.out / "joint.json", result)
     print(f"\nwritten to {options.out}")

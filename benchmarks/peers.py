@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import cost
+import libraries
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ from bestresponse.experiments.runs import table, versions, write_whole
 
 SCALE = 1e-2
 FEW, MANY = 1, 10
-Tensors = Sequence[Tensor]
+Tensors = libraries.Tensors
 # Maps K to the hypergradient.
 Call = Callable[[int], Tensors]
 
@@ -62,7 +63,7 @@ class Setting:
         self.weights = list(model.parameters())
         self.rates = [nn.Parameter(torch.full_like(w, -8.0)) for w in self.weights]
 
-    def fit(self, weights: Tensors) -> Tensor:
+    def val(self, weights: Tensors) -> Tensor:
         """The cross-entropy at these weights."""
         named = dict(zip(self.names, weights, strict=True))
         outputs = torch.func.functional_call(self.model, named, (self.x,))
@@ -73,7 +74,7 @@ class Setting:
         penalty = (
             torch.stack([(r.exp() * w.square()).sum() for w, r in zip(weights, rates, strict=True)]).sum() / 2
         )
-        return self.fit(weights) + penalty
+        return self.val(weights) + penalty
 
     def gradient(self) -> None:
         """One plain training gradient."""
@@ -105,61 +106,6 @@ def unrolled(setting: Setting) -> Call:
     return ours(setting, lambda k, _: br.Unrolled(k + 1, SCALE))
 
 
-def betty(setting: Setting) -> Call:
-    from types import SimpleNamespace
-
-    from betty.hypergradient import neumann
-
-    current = SimpleNamespace(
-        paths=[],
-        cur_batch=None,
-        training_step_exec=lambda batch: setting.train(setting.weights, setting.rates),
-        trainable_parameters=lambda: setting.weights,
-    )
-    above = SimpleNamespace(trainable_parameters=lambda: setting.rates)
-
-    def call(k: int) -> Tensors:
-        current.config = SimpleNamespace(neumann_iterations=k, neumann_alpha=SCALE)
-        vector = torch.autograd.grad(setting.fit(setting.weights), setting.weights)
-        found: Tensors = neumann(vector, current, above)
-        return found
-
-    return call
-
-
-def torchopt(setting: Setting) -> Call:
-    from torchopt.diff.implicit import custom_root
-    from torchopt.linear_solve import solve_inv
-
-    def optimality(weights: Any, rates: Any) -> Any:
-        return torch.func.grad(setting.train)(weights, rates)
-
-    def call(k: int) -> Tensors:
-        solve = solve_inv(ns=True, maxiter=k, alpha=SCALE)
-        solved = custom_root(optimality, argnums=1, solve=solve)(lambda weights, rates: weights)
-        rates = tuple(r.detach().requires_grad_() for r in setting.rates)
-        found = solved(tuple(w.detach().clone().requires_grad_() for w in setting.weights), rates)
-        answer: Tensors = torch.autograd.grad(setting.fit(found), rates)
-        return answer
-
-    return call
-
-
-def hypergrad(setting: Setting) -> Call:
-    from hypergrad.approx_hypergrad import neumann
-
-    weights = tuple(w.detach() for w in setting.weights)
-    rates = tuple(r.detach() for r in setting.rates)
-
-    def call(k: int) -> Tensors:
-        found: Tensors = neumann(
-            setting.train, lambda w, r: setting.fit(w), weights, rates, num_iters=k, lr=SCALE
-        )
-        return found
-
-    return call
-
-
 def curvlinops(setting: Setting) -> Call:
     from curvlinops import HessianLinearOperator
 
@@ -168,7 +114,7 @@ def curvlinops(setting: Setting) -> Call:
         operator = HessianLinearOperator(
             setting.model, nn.CrossEntropyLoss(), setting.weights, data, check_deterministic=False
         )
-        term = list(torch.autograd.grad(setting.fit(setting.weights), setting.weights))
+        term = list(torch.autograd.grad(setting.val(setting.weights), setting.weights))
         total = [t.clone() for t in term]
         for _ in range(k):
             product = operator @ [t.detach() for t in term]
@@ -206,9 +152,9 @@ def higher(setting: Setting) -> Call:
 LIBRARIES: dict[str, tuple[Callable[[Setting], Call], str | None]] = {
     "bestresponse, Hessian": (hessian, None),
     "bestresponse, GaussNewton": (gauss_newton, None),
-    "betty": (betty, "betty"),
-    "torchopt": (torchopt, "torchopt"),
-    "hypergrad": (hypergrad, "hypergrad"),
+    "betty": (lambda setting: lambda k: libraries.betty(setting, "neumann", k, SCALE), "betty"),
+    "torchopt": (lambda setting: lambda k: libraries.torchopt(setting, k, SCALE), "torchopt"),
+    "hypergrad": (lambda setting: lambda k: libraries.hypergrad(setting, k, SCALE), "hypergrad"),
     "curvlinops, by hand": (curvlinops, "curvlinops"),
     "bestresponse, Unrolled": (unrolled, None),
     "higher, unrolled": (higher, "higher"),

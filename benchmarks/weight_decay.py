@@ -79,7 +79,9 @@ def batches(pair: Batch, generator: torch.Generator) -> torch.utils.data.DataLoa
     return Shuffled()  # type: ignore[return-value]
 
 
-def run(model_name: str, method: str, seed: int, images: data.Images, hyper_steps: int) -> dict[str, Any]:
+def run(
+    model_name: str, method: str, seed: int, images: data.Images, hyper_steps: int, hyper_rate: float = 1e-2
+) -> dict[str, Any]:
     train, val = images.draw(1_000, 1_000, seed=seed)
     torch.manual_seed(seed)
     model = MODELS[model_name]()
@@ -101,7 +103,7 @@ def run(model_name: str, method: str, seed: int, images: data.Images, hyper_step
     tuner = br.Tuner(
         problem,
         torch.optim.Adam(problem.weights.values(), 1e-3),
-        torch.optim.RMSprop(problem.hyperparameters.values(), 1e-2),
+        torch.optim.RMSprop(problem.hyperparameters.values(), hyper_rate),
         METHODS[method](decay),
         weight_steps=5,
         seed=seed,

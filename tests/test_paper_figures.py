@@ -221,7 +221,7 @@ def test_a_killed_comparison_goes_on_and_ends_with_the_same_numbers(
 def test_methods_are_told_apart(tmp_path):
     """What must hold between rows, and the orders of memory that the paper gives."""
     out = tmp_path / "run"
-    options = ["--steps", 60, "--last", 5, "--sizes", 4, "--classes", 2]
+    options = ["--steps", 60, "--last", 5, "--sizes", 6, "--classes", 2]
     assert reproduce("methods", *SMALL["methods"], *options, "--terms", 1, 20, "--out", out) == 0
     result = result_of(out)
     for problem in ("diabetes", "digits"):

@@ -28,6 +28,30 @@ def test_value_and_diagonal(per, power):
     assert decay.curvature_diagonal(net).keys() == weights.keys()
 
 
+@pytest.mark.parametrize("power", [1, 1.5, 2, 3.5])
+@pytest.mark.parametrize("per", ["global", "tensor", "weight"])
+def test_mixed_product_is_that_of_autograd(per, power):
+    net = model()
+    decay = WeightDecay(net, per, power, initial=0.2, exclude=["1.bias"])
+    v = {n: torch.randn_like(w) for n, w in net.named_parameters() if n != "0.bias"}
+    weights = dict(net.named_parameters())
+    of_weights = torch.autograd.grad(
+        decay(net), [weights[n] for n in v], create_graph=True, allow_unused=True
+    )
+    along = sum((g * x).sum() for g, x in zip(of_weights, v.values(), strict=True) if g is not None)
+    rates = dict(decay.named_parameters())
+    expected = torch.autograd.grad(along, list(rates.values()), allow_unused=True)
+    got = decay.mixed_product(net, v)
+    assert got.keys() == {n for n, x in zip(rates, expected, strict=True) if x is not None}
+    for name, x in zip(rates, expected, strict=True):
+        if x is not None:
+            torch.testing.assert_close(got[name], x)
+    half = model().to(torch.bfloat16)
+    decay = WeightDecay(half, per, power)
+    mixed = decay.mixed_product(half, dict(half.named_parameters()))
+    assert all(mixed[n].dtype == p.dtype == torch.float32 for n, p in decay.named_parameters())
+
+
 @pytest.mark.parametrize("power", [1, 2, 3.5])
 @pytest.mark.parametrize("shape", [(), (4, 3)])
 def test_both_orders_of_the_penalty_equal_those_of_plain_operations(shape, power):

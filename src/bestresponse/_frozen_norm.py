@@ -41,4 +41,5 @@ def _forward(module: Any, x: Tensor) -> Tensor:
     scale = scale if module.weight is None else scale * module.weight
     shift = -mean * scale if module.bias is None else module.bias - mean * scale
     shape = (1, -1) + (1,) * (x.ndim - 2)
-    return torch.addcmul(shift.view(shape), x, scale.view(shape))
+    # addcmul would copy x for its second derivative.
+    return (x * scale.view(shape)).add_(shift.view(shape))

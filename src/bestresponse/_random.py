@@ -39,7 +39,8 @@ def restore(states: State) -> None:
 
 def seed_all(seed: int) -> None:
     """Seed every global generator."""
-    torch.manual_seed(seed)
+    # torch.manual_seed notes the call's whole stack for devices that may come, which takes a millisecond.
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

@@ -99,7 +99,14 @@ def detached(a: Mapping[str, Tensor]) -> Tree:
 
 def not_finite(a: Mapping[str, Tensor | None]) -> list[str]:
     """The names of the tensors that hold a NaN or an infinity."""
-    return [name for name, x in a.items() if x is not None and not bool(x.isfinite().all())]
+    given = {name: x.detach() for name, x in a.items() if x is not None and x.numel()}
+    if not given:
+        return []
+    # A sum with one in it is one, and is much faster than the test of each entry; a large sum may overflow.
+    sums = _together([x.sum(dtype=_wide(x)) for x in given.values()])
+    if bool(sums.isfinite().all()):
+        return []
+    return [name for name, x in given.items() if not bool(x.isfinite().all())]
 
 
 def size(a: Mapping[str, Tensor]) -> int:

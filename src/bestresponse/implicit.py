@@ -1,5 +1,6 @@
 """The hypergradient: Algorithm 2 of the paper."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -218,7 +219,7 @@ class Implicit(Method):
             hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
             detail="; ".join(filter(None, (solution.report.detail, system.detail))),
         )
-        if not _tree.not_finite(result.total):
+        if math.isfinite(size):
             problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
         return replace(result, solve=report)
 
@@ -350,7 +351,9 @@ def combine(
     direct_, indirect_, total = {}, {}, {}
     for name, parameter in problem.hyperparameters.items():
         one, other = direct.get(name), indirect.get(name)
-        direct_[name] = torch.zeros_like(parameter) if one is None else one
-        indirect_[name] = torch.zeros_like(parameter) if other is None else other
-        total[name] = direct_[name] + indirect_[name]
+        nothing = parameter.new_zeros(()).expand_as(parameter)
+        direct_[name] = nothing if one is None else one
+        indirect_[name] = nothing if other is None else other
+        # Where there are millions, each vector of their size counts.
+        total[name] = direct_[name] + indirect_[name] if one is not None or other is None else other
     return Hypergradient(total, direct_, indirect_, val_loss)

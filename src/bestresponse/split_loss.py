@@ -60,7 +60,8 @@ class SplitLinearisation(Linearisation):
     def __init__(self, curvature: Split, passes: Passes, batch: Any) -> None:
         problem = passes.problem
         self._owner = type(curvature).__name__
-        self._hyperparameters = problem.hyperparameters
+        self._hyperparameters, self._model = problem.hyperparameters, problem.model
+        self._module: Any = curvature.rest if hasattr(curvature.rest, "curvature_diagonal") else None
         if curvature.rest is None:
             self.detail = "rest by difference: each product costs a Hessian product more; give rest"
         passes.replay()
@@ -110,16 +111,22 @@ class SplitLinearisation(Linearisation):
         return total
 
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
-        inputs = list(self._hyperparameters.values())
-        self._rest = self._rest or self._gradient(self._rest_loss)
-        total: list[Tensor | None] = [None] * len(inputs)
-        for gradient in (self._fitted, self._rest):
-            part = _graph.vector_product(gradient, inputs, v, retain_graph=True)
-            total = list(map(_graph.plus, total, part))
+        inputs: list[Tensor] = list(self._hyperparameters.values())
+        fitted = _graph.vector_product(self._fitted, inputs, v, retain_graph=True)
+        total = map(_graph.plus, fitted, self._mixed_rest(v, inputs))
         if last:
             self._rest, self._fitted, self._rest_loss = {}, {}, torch.zeros(())
             self.free()
         return dict(zip(self._hyperparameters, total, strict=True))
+
+    def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        """The rest's part, from the module where it knows that itself."""
+        if hasattr(self._module, "mixed_product"):
+            names = {id(p): n for n, p in self._module.named_parameters()}
+            known = self._module.mixed_product(self._model, v)
+            return [known.get(names.get(id(p))) for p in inputs]
+        self._rest = self._rest or self._gradient(self._rest_loss)
+        return _graph.vector_product(self._rest, inputs, v, retain_graph=True)
 
     def inspected(self, gradient: Sequence[Tensor | None]) -> dict[str, GradientEdge]:
         """Where the graph of a gradient begins, for the weights that it reaches."""

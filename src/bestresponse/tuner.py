@@ -23,7 +23,7 @@ from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveErro
 from .implicit import Implicit, Method, attempt, check_method, differentiate
 from .passes import checked_loss
 from .problem import Problem
-from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
+from .result import Hypergradient, failure, hand_over, refuse_not_finite, skipped, warn_of_failure
 from .solvers.base import require_integer
 
 WeightStep = Callable[[Problem, Any], None]
@@ -267,14 +267,14 @@ class Tuner:
         compute = attempt if self.policy == "skip" else differentiate
         result = compute(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
         stepped = self._judge(result, number)
+        row = self._row(train_loss, result, number, stepped)
         if stepped:
             self.hyper_optimizer.zero_grad(set_to_none=True)
-            accumulate(self.problem, result)
+            hand_over(self.problem, result)
             self.hyper_optimizer.step()
             self.hyper_optimizer.zero_grad(set_to_none=True)
             self._project()
         self.hyper_step = number
-        row = self._row(train_loss, result, stepped)
         self._step_scheduler(self.hyper_scheduler, result.val_loss)
         return row
 
@@ -298,9 +298,9 @@ class Tuner:
             if callable(project := getattr(module, "project_", None)):
                 project()
 
-    def _row(self, train_loss: float, result: Hypergradient, stepped: bool) -> dict[str, Any]:
+    def _row(self, train_loss: float, result: Hypergradient, number: int, stepped: bool) -> dict[str, Any]:
         row: dict[str, Any] = {
-            "hyper_step": self.hyper_step,
+            "hyper_step": number,
             "weight_step": self.weight_step,
             "train_loss": train_loss,
             "val_loss": result.val_loss,

@@ -1,7 +1,7 @@
 """Weight decay as a term of the training loss, with one rate for all, for each tensor or for each weight."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -82,7 +82,25 @@ class WeightDecay(nn.Module):
     def curvature_diagonal(self, model: nn.Module) -> dict[str, Tensor]:
         """∂²Ω/∂w_i² = (p − 1) exp(λ_i) |w_i|^(p−2), by weight; exact, since Ω has no mixed derivatives."""
         pairs = self._pairs(model)
+        if self.power == 2:
+            return {name: rate.exp().expand_as(w) for name, (w, rate) in pairs.items()}
         return {name: rate.exp() * _bend(w, self.power) for name, (w, rate) in pairs.items()}
+
+    @torch.no_grad()
+    def mixed_product(self, model: nn.Module, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """V · ∂²Ω/∂w∂λ, by rate: exp(λ_i) |w_i|^(p−1) sign(w_i) v_i, summed over the weights that share a rate.
+
+        ``v`` has tensors by weight, zero for those that are not in it.
+        """
+        total: dict[str, Tensor] = {}
+        for name, (w, rate) in self._pairs(model).items():
+            if name in v:
+                slope, decays = _slope(w, self.power).to(rate.dtype), rate.exp()
+                part = decays.mul_(slope) if decays.shape == w.shape else decays * slope
+                part = part.mul_(v[name]).sum_to_size(rate.shape)
+                at = "log_decay" if self.per == "global" else f"log_decay.{name}"
+                total[at] = total[at] + part if at in total else part
+        return total
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -174,8 +192,6 @@ def _slope(w: Tensor, p: float) -> Tensor:
 
 def _bend(w: Tensor, p: float) -> Tensor:
     """∂²/∂w² of |w|ᵖ / p."""
-    if p == 2:
-        return torch.ones_like(w)
     if p == 1:
         return torch.zeros_like(w)
     if p > 2:

@@ -1,5 +1,6 @@
 """What a solver is, what it returns, and what all of them do before and after their own iteration."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -204,12 +205,12 @@ class Solver(ABC):
         """
         if callable(getattr(self, "tolerance", None)):
             return self._solve_in_turn(A, b, start, dict(memory or {}), diagonal, inverse)
-        if bad := _tree.not_finite(b):
+        size = _tree.norm(b)
+        if not math.isfinite(size):
             raise ArgumentError(
-                f"the right-hand side must be finite; got NaN or infinity in {bad[:5]}. "
+                f"the right-hand side must be finite; got NaN or infinity in {_tree.not_finite(b)[:5]}. "
                 "Look at the loss that it is the gradient of."
             )
-        size = _tree.norm(b)
         if size == 0.0:
             return Solution(_tree.zeros_like(b), Report(Status.CONVERGED, 0, 0, 0.0), dict(memory or {}))
         return self.attempt(
@@ -252,7 +253,9 @@ class Solver(ABC):
         """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
         remaining, ratio, dropped = None, 1.0, None
         if start is not None:
-            remaining = _tree.add(b, add_damping(A(start), start, self.shift(memory)), -1.0)
+            remaining = _tree.add(b, A(start), -1.0)
+            if damping := self.shift(memory):
+                _tree.add_(remaining, start, -damping)
             ratio = _tree.norm(remaining) / size
             if ratio == 0.0:
                 report = Report(Status.CONVERGED, A.products, 0, 0.0, warm=True)

@@ -144,10 +144,10 @@ class ConjugateGradient(Solver):
         damping = None if self._chooses_now(system) else self.shift(system.memory)
         run = Run(system.b, system.target if self._preconditioned else None)
         precondition = self._preconditioner(system, damping)
-        z = precondition(run.r)
-        p, rz = _tree.copy(z), _tree.dot(run.r, z)
-        del z
+        p: Tree | None = None
+        rz = 1.0
         while self._goes_on(run, system.target):
+            p, rz = self._direction(run, precondition(run.r), p, rz)
             product = system.A(p)
             along, square = _tree.dot(p, product), _tree.dot(p, p)
             if damping is None:
@@ -168,12 +168,16 @@ class ConjugateGradient(Solver):
             if not run.measure(p, step):
                 break
             del product
-            z = precondition(run.r)
-            rz, previous = _tree.dot(run.r, z), rz
-            if not run.at_rounding:
-                run.ratios.append(rz / previous)
-            p = _tree.add_(_tree.scale_(p, rz / previous), z)
         return self._finish(run, system, damping or 0.0)
+
+    def _direction(self, run: Run, z: Tree, p: Tree | None, previous: float) -> tuple[Tree, float]:
+        """The next direction, conjugate to the last one ``p``, in its place; and rᵀz."""
+        rz = run.residual**2 if z is run.r else _tree.dot(run.r, z)
+        if p is None:
+            return _tree.copy(z), rz
+        if not run.at_rounding:
+            run.ratios.append(rz / previous)
+        return _tree.add_(_tree.scale_(p, rz / previous), z), rz
 
     def _goes_on(self, run: Run, target: float) -> bool:
         return (
