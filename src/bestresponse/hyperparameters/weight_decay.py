@@ -208,14 +208,19 @@ class _ToWeights(torch.autograd.Function):
         ctx.save_for_backward(w)
         ctx.box, ctx.power = box, power
         decays = box[0].exp()
-        whole = decays.shape == w.shape
-        return (decays.mul_(_power(w, power)) if whole else decays * _power(w, power)).sum() / power
+        if decays.shape != w.shape:
+            return (decays * _power(w, power)).sum() / power
+        # In place: where there are millions of weights, memory that is taken anew costs as much as the arithmetic.
+        return (decays.mul_(w).mul_(w) if power == 2 else decays.mul_(_power(w, power))).sum() / power
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (w,) = ctx.saved_tensors
         (rate,) = ctx.box
-        return rate.exp() * _slope(w, ctx.power) * grad, None, None
+        decays, slope = rate.exp(), _slope(w, ctx.power)
+        if torch.is_grad_enabled() or decays.shape != w.shape:
+            return decays * slope * grad, None, None
+        return decays.mul_(slope).mul_(grad), None, None
 
 
 class _ToRates(torch.autograd.Function):
