@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import bestresponse as br
@@ -50,6 +51,106 @@ def test_mixed_product_is_that_of_autograd(per, power):
     decay = WeightDecay(half, per, power)
     mixed = decay.mixed_product(half, dict(half.named_parameters()))
     assert all(mixed[n].dtype == p.dtype == torch.float32 for n, p in decay.named_parameters())
+    diagonal = decay.curvature_diagonal(half)
+    assert all(
+        (diagonal[n].dtype, diagonal[n].shape) == (w.dtype, w.shape) for n, w in half.named_parameters()
+    )
+
+
+class Half(WeightDecay):
+    """Other in its value and diagonal, and silent about the mixed term."""
+
+    def forward(self, model):
+        return super().forward(model) / 2
+
+    def curvature_diagonal(self, model):
+        return {n: d / 2 for n, d in super().curvature_diagonal(model).items()}
+
+
+class Around(nn.Module):
+    """A module that hands everything on to the decay inside, whose rates have other names here."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, model):
+        return self.inner(model)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@pytest.mark.parametrize("per", ["global", "tensor", "weight"])
+@pytest.mark.parametrize("kind", ["itself", "subclass", "around", "compiled"])
+def test_rest_of_any_kind_gives_the_mixed_term_of_its_function(kind, per):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    batch = torch.randn(8, 3), torch.randn(8, 2)
+    decay = (Half if kind == "subclass" else WeightDecay)(net, per, initial=0.1)
+    rest = {"around": Around, "compiled": lambda d: torch.compile(d, backend="eager")}.get(kind, lambda d: d)(
+        decay
+    )
+
+    def loss(outputs, batch):
+        return F.mse_loss(outputs, batch[1])
+
+    def predict(model, hyper, batch):
+        return model(batch[0])
+
+    problem = br.Problem(
+        net,
+        decay,
+        lambda m, h, b: loss(m(b[0]), b) + h(m),
+        lambda m, h, b: loss(m(b[0]), b),
+    )
+    found = [
+        br.hypergradient(
+            problem, batch, batch, br.Implicit(br.ConjugateGradient(9), br.GaussNewton(predict, loss, r))
+        )
+        for r in (rest, lambda m, h, b: h(m))
+    ]
+    for name, h in found[0].total.items():
+        assert h.abs().max() > 0
+        torch.testing.assert_close(h, found[1].total[name])
+
+
+@pytest.mark.parametrize("per", ["global", "tensor"])
+def test_gauss_newton_in_half_precision(per):
+    net = nn.Linear(3, 2).to(torch.bfloat16)
+    batch = torch.randn(8, 3, dtype=torch.bfloat16), torch.randn(8, 2, dtype=torch.bfloat16)
+    decay = WeightDecay(net, per, initial=0.1)
+
+    def loss(outputs, batch):
+        return F.mse_loss(outputs, batch[1])
+
+    def predict(model, hyper, batch):
+        return model(batch[0])
+
+    problem = br.Problem(
+        net, decay, lambda m, h, b: loss(m(b[0]), b) + h(m), lambda m, h, b: loss(m(b[0]), b)
+    )
+    h = br.hypergradient(problem, batch, batch, br.Implicit(curvature=br.GaussNewton(predict, loss, decay)))
+    assert all(x.isfinite().all() and x.dtype == torch.float32 for x in h.total.values())
+    assert h.norm > 0
+
+
+def test_gradients_in_batches_and_rates_coarser_than_weights():
+    net = nn.Linear(3, 2)
+    decay = WeightDecay(net, initial=0.1)
+    both = torch.stack([decay(net), 2 * decay(net)])
+    (rows,) = torch.autograd.grad(both, [net.weight], torch.eye(2), is_grads_batched=True)
+    torch.testing.assert_close(rows[0], 0.1 * net.weight)
+    torch.testing.assert_close(rows[1], 0.2 * net.weight)
+    rate = torch.tensor([-9.0], dtype=torch.float16, requires_grad=True)
+    w = torch.tensor([1e-3], dtype=torch.float64, requires_grad=True)
+    value = penalty(w, rate, 3)
+    torch.testing.assert_close(value, w.abs().pow(3).sum() * rate.double().exp().sum() / 3, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, w)[0], w.square() * rate.double().exp(), rtol=1e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize("power", [1, 2, 3.5])

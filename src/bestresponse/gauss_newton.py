@@ -24,8 +24,8 @@ class GaussNewton(Curvature):
     in the weights, and equals the Hessian where predict is linear in them.
 
     Give ``rest`` where there is one. A module with a ``curvature_diagonal``, such as `WeightDecay`, may
-    be given itself: it is called with the model, and its part of a product is one multiplication, that of the
-    mixed term too where it has a ``mixed_product``. Without
+    be given itself: it is called with the model, and its part of a product is one multiplication. Where its class has
+    a ``mixed_product`` beside that and its ``forward``, the mixed term takes it. Without
     ``rest`` it is train_loss − loss(predict(...)), under the same random state: right, at the cost of a
     Hessian product more for each product.
 

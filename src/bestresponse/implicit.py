@@ -351,9 +351,7 @@ def combine(
     direct_, indirect_, total = {}, {}, {}
     for name, parameter in problem.hyperparameters.items():
         one, other = direct.get(name), indirect.get(name)
-        nothing = parameter.new_zeros(()).expand_as(parameter)
-        direct_[name] = nothing if one is None else one
-        indirect_[name] = nothing if other is None else other
-        # Where there are millions, each vector of their size counts.
-        total[name] = direct_[name] + indirect_[name] if one is not None or other is None else other
+        direct_[name] = torch.zeros_like(parameter) if one is None else one
+        indirect_[name] = torch.zeros_like(parameter) if other is None else other
+        total[name] = direct_[name] + indirect_[name]
     return Hypergradient(total, direct_, indirect_, val_loss)

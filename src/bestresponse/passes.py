@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from . import _graph, _random
-from ._frozen_norm import affine_norms
+from ._layers import cheap_layers
 from ._tree import Tree
 from .batches import weighted
 from .errors import ArgumentError, EvaluationError, NotFiniteError
@@ -32,8 +32,8 @@ class Passes:
     the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
     state of its own. Torch's recurrent modules run without cuDNN, whose backward has no derivative and
     refuses eval mode. For second derivatives attention runs by its math backend, which alone has any; recurrent
-    modules run without oneDNN and batch norms in eval mode as plain multiplications, since the backward of either is
-    slow to differentiate.
+    modules run without oneDNN, and convolutions and batch norms in eval mode in forms of our own, since torch's
+    backward of them is slow to differentiate.
 
     Attributes:
         problem: whose losses they are.
@@ -79,7 +79,7 @@ class Passes:
             self._stack.enter_context(_without(off, recurrent))
             if self.twice:
                 self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-                self._stack.enter_context(affine_norms(modules))
+                self._stack.enter_context(cheap_layers(modules))
             if self._seed is not None:
                 _random.seed_all(self._seed)
                 self._replayed = _random.snapshot()

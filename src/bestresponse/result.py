@@ -20,8 +20,7 @@ class Hypergradient:
     Attributes:
         total: direct + indirect, by hyperparameter.
         direct: ∂L_V/∂λ; zero where the validation loss does not depend on λ itself.
-        indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights; the same tensor as in ``total``
-            where there is no direct part.
+        indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights.
         val_loss: L_V where the hypergradient was taken.
         solve: the linear solve's report; None for methods without a solve.
     """
@@ -92,13 +91,6 @@ def accumulate(problem: Problem, result: Hypergradient) -> None:
             parameter.grad = result.total[name].clone()
         else:
             parameter.grad.add_(result.total[name])
-
-
-@torch.inference_mode(False)
-def hand_over(problem: Problem, result: Hypergradient) -> None:
-    """Make a hypergradient that nobody else holds the ``.grad``, without a copy."""
-    for name, parameter in problem.hyperparameters.items():
-        parameter.grad = result.total[name]
 
 
 def refuse_not_finite(result: Hypergradient, when: str = "") -> None:

@@ -19,6 +19,9 @@ Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
 Rest = Callable[[Any, Any, Any], Tensor]
 
+# A class of rest that has all of these itself knows its mixed term; a subclass may have changed the rest alone.
+_MIXED = {"forward", "curvature_diagonal", "mixed_product"}
+
 
 class Split(Protocol):
     """train_loss = loss(predict(model, hyper, batch), batch) + rest(model, hyper, batch)."""
@@ -121,10 +124,10 @@ class SplitLinearisation(Linearisation):
 
     def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """The rest's part, from the module where it knows that itself."""
-        if hasattr(self._module, "mixed_product"):
-            names = {id(p): n for n, p in self._module.named_parameters()}
-            known = self._module.mixed_product(self._model, v)
-            return [known.get(names.get(id(p))) for p in inputs]
+        if vars(type(self._module)).keys() >= _MIXED:
+            rates = dict(self._module.named_parameters())
+            known = {id(rates[n]): x for n, x in self._module.mixed_product(self._model, v).items()}
+            return [known.get(id(p)) for p in inputs]
         self._rest = self._rest or self._gradient(self._rest_loss)
         return _graph.vector_product(self._rest, inputs, v, retain_graph=True)
 

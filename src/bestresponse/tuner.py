@@ -23,7 +23,7 @@ from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveErro
 from .implicit import Implicit, Method, attempt, check_method, differentiate
 from .passes import checked_loss
 from .problem import Problem
-from .result import Hypergradient, failure, hand_over, refuse_not_finite, skipped, warn_of_failure
+from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
 from .solvers.base import require_integer
 
 WeightStep = Callable[[Problem, Any], None]
@@ -270,7 +270,7 @@ class Tuner:
         row = self._row(train_loss, result, number, stepped)
         if stepped:
             self.hyper_optimizer.zero_grad(set_to_none=True)
-            hand_over(self.problem, result)
+            accumulate(self.problem, result)
             self.hyper_optimizer.step()
             self.hyper_optimizer.zero_grad(set_to_none=True)
             self._project()

@@ -82,9 +82,7 @@ class WeightDecay(nn.Module):
     def curvature_diagonal(self, model: nn.Module) -> dict[str, Tensor]:
         """∂²Ω/∂w_i² = (p − 1) exp(λ_i) |w_i|^(p−2), by weight; exact, since Ω has no mixed derivatives."""
         pairs = self._pairs(model)
-        if self.power == 2:
-            return {name: rate.exp().expand_as(w) for name, (w, rate) in pairs.items()}
-        return {name: rate.exp() * _bend(w, self.power) for name, (w, rate) in pairs.items()}
+        return {name: _diagonal(w, rate, self.power) for name, (w, rate) in pairs.items()}
 
     @torch.no_grad()
     def mixed_product(self, model: nn.Module, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,9 +93,9 @@ class WeightDecay(nn.Module):
         total: dict[str, Tensor] = {}
         for name, (w, rate) in self._pairs(model).items():
             if name in v:
-                slope, decays = _slope(w, self.power).to(rate.dtype), rate.exp()
-                part = decays.mul_(slope) if decays.shape == w.shape else decays * slope
-                part = part.mul_(v[name]).sum_to_size(rate.shape)
+                decays, slope = _decays(rate, w), _slope(w, self.power)
+                part = decays.mul_(slope) if decays.shape == w.shape else decays * slope.to(decays.dtype)
+                part = part.mul_(v[name]).sum_to_size(rate.shape).to(rate.dtype)
                 at = "log_decay" if self.per == "global" else f"log_decay.{name}"
                 total[at] = total[at] + part if at in total else part
         return total
@@ -163,13 +161,18 @@ def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
 
     Its two gradients are two nodes, each of which sees one of the tensors as its input and takes the other
     from a box. So autograd leaves out the one that is not asked for, which it can't do inside a node. Dual numbers
-    take plain operations.
+    and compilers, which see no box, take plain operations.
     """
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate)):  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling() or any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate)):  # type: ignore[no-untyped-call]
         return (rate.exp() * _power(w, power)).sum() / power
     of_weights: Tensor = _ToWeights.apply(w, (rate,), power)  # type: ignore[no-untyped-call]
     of_rates: Tensor = _ToRates.apply(rate, (w,), power)  # type: ignore[no-untyped-call]
     return of_weights + of_rates
+
+
+def _decays(rate: Tensor, w: Tensor) -> Tensor:
+    """Exp(rate) in a tensor of its own, as precise as both."""
+    return rate.exp().to(torch.promote_types(rate.dtype, w.dtype))
 
 
 # Below p = 2 the curvature is infinite at a weight of zero. There |w| stands for √(w² + ε²), with this ε.
@@ -192,12 +195,20 @@ def _slope(w: Tensor, p: float) -> Tensor:
 
 def _bend(w: Tensor, p: float) -> Tensor:
     """∂²/∂w² of |w|ᵖ / p."""
+    if p == 2:
+        return torch.ones_like(w)
     if p == 1:
         return torch.zeros_like(w)
     if p > 2:
         return (p - 1) * w.abs().pow(p - 2)
     smooth = w.square() + _SMALL**2
     return smooth.pow(p / 2 - 1) + (p - 2) * w.square() * smooth.pow(p / 2 - 2)
+
+
+def _diagonal(w: Tensor, rate: Tensor, p: float) -> Tensor:
+    """∂²/∂w² of the penalty."""
+    decays = rate.exp()
+    return (decays if p == 2 and decays.shape == w.shape else decays * _bend(w, p)).to(w.dtype)
 
 
 class _ToWeights(torch.autograd.Function):
@@ -207,7 +218,7 @@ class _ToWeights(torch.autograd.Function):
     def forward(ctx: Any, w: Tensor, box: tuple[Tensor], power: float) -> Tensor:
         ctx.save_for_backward(w)
         ctx.box, ctx.power = box, power
-        decays = box[0].exp()
+        decays = _decays(box[0], w)
         if decays.shape != w.shape:
             return (decays * _power(w, power)).sum() / power
         # In place: where there are millions of weights, memory that is taken anew costs as much as the arithmetic.
@@ -217,10 +228,9 @@ class _ToWeights(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (w,) = ctx.saved_tensors
         (rate,) = ctx.box
-        decays, slope = rate.exp(), _slope(w, ctx.power)
-        if torch.is_grad_enabled() or decays.shape != w.shape:
-            return decays * slope * grad, None, None
-        return decays.mul_(slope).mul_(grad), None, None
+        decays, slope = _decays(rate, w), _slope(w, ctx.power)
+        whole = decays.shape == w.shape and not torch.is_grad_enabled()
+        return (decays.mul_(slope) if whole else decays * slope) * grad, None, None
 
 
 class _ToRates(torch.autograd.Function):

@@ -1,0 +1,159 @@
+"""A convolution whose gradient is cheap to differentiate: by kernels of first derivatives, and only what is asked for.
+
+The gradient has two parts, each bilinear. That of the input is a transposed convolution of grad and weights, which
+torch differentiates well. That of the weights is a pair of nodes, each of which sees one of its two arguments and takes
+the other from a box, so that autograd leaves out the one that is not asked for. (Torch's own second derivative computes
+all of them, always, and that of the weights by a convolution with kernels as large as images.)
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def convolve(module: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """What ``module._conv_forward`` returns."""
+    padding = _padding(module)
+    given = (x, w) if bias is None else (x, w, bias)
+    if padding is None or not _plain(given, len(module.kernel_size)):
+        outputs: Tensor = type(module)._conv_forward(module, x, w, bias)
+        return outputs
+    if module.padding_mode != "zeros":
+        x, padding = (
+            F.pad(x, module._reversed_padding_repeated_twice, module.padding_mode),
+            (0,) * len(padding),
+        )
+    shape = _Shape(module.stride, padding, module.dilation, module.groups)
+    outputs = _Convolution.apply(x, w, bias, shape)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _padding(module: Any) -> tuple[int, ...] | None:
+    """The zeros on either side; None where the sides differ."""
+    none = (0,) * len(module.kernel_size)
+    if module.padding_mode != "zeros" or module.padding == "valid":
+        return none
+    if module.padding != "same":
+        return tuple(module.padding)
+    whole = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    return None if any(p % 2 for p in whole) else tuple(p // 2 for p in whole)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or a compiler is at work, which know plain operations only."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def _plain(given: tuple[Tensor, ...], dimensions: int) -> bool:
+    """Whether these are tensors of one real dtype in a batch that is not empty, under none of torch's transforms."""
+    x = given[0]
+    return (
+        all(type(t) in (Tensor, nn.Parameter) and t.dtype == x.dtype and t.device == x.device for t in given)
+        and x.is_floating_point()
+        and x.ndim == dimensions + 2
+        and x.numel() > 0
+        and not torch.is_autocast_enabled(x.device.type)
+        and not transformed()
+        and all(forward_ad.unpack_dual(t).tangent is None for t in given)  # type: ignore[no-untyped-call]
+    )
+
+
+class _Shape(NamedTuple):
+    """What a convolution is beside its input and weights."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def of(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The convolution."""
+        zero = (0,) * len(self.stride)
+        return torch.convolution(
+            x, w, bias, self.stride, self.padding, self.dilation, False, zero, self.groups
+        )
+
+    def transposed(self, grad: Tensor, w: Tensor, sizes: torch.Size) -> Tensor:
+        """The gradient with respect to an input of these sizes."""
+        dimensions = zip(grad.shape[2:], w.shape[2:], sizes[2:], *self[:3], strict=True)
+        rest = [n - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for g, k, n, s, p, d in dimensions]
+        return torch.convolution(
+            grad, w, None, self.stride, self.padding, self.dilation, True, rest, self.groups
+        )
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Those with respect to input, weights and bias, outside any graph."""
+        zero = (0,) * len(self.stride)
+        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+            grad,
+            x,
+            w,
+            [len(w)],
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            zero,
+            self.groups,
+            wanted,
+        )
+        return found
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, shape: _Shape) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.shape = shape
+        return shape.of(x, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if not torch.is_grad_enabled():
+            return *ctx.shape.gradients(grad, x, w, wanted), None
+        of_input = ctx.shape.transposed(grad, w, x.shape) if wanted[0] else None
+        of_bias = grad.sum([0, *range(2, grad.ndim)]) if wanted[2] else None
+        return of_input, _of_weights(grad, x, w, ctx.shape) if wanted[1] else None, of_bias, None
+
+
+def _of_weights(grad: Tensor, x: Tensor, w: Tensor, shape: _Shape) -> Tensor:
+    """The gradient with respect to the weights, with a graph to grad and to the input; of w only the shape counts."""
+    like = w.detach()
+    of_weights: Tensor = _FromGrad.apply(grad, (x, like), shape)  # type: ignore[no-untyped-call]
+    nothing: Tensor = _FromInput.apply(x, (grad, like), shape)  # type: ignore[no-untyped-call]
+    return of_weights + nothing
+
+
+class _FromGrad(torch.autograd.Function):
+    """The value, and its derivative with respect to grad."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, box: tuple[Tensor, Tensor], shape: _Shape) -> Tensor:
+        ctx.box, ctx.shape = box, shape
+        of_weights = shape.gradients(grad, *box, (False, True, False))[1]
+        assert of_weights is not None
+        return of_weights
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shape.of(ctx.box[0], v), None, None
+
+
+class _FromInput(torch.autograd.Function):
+    """Zero, and the derivative with respect to the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, box: tuple[Tensor, Tensor], shape: _Shape) -> Tensor:
+        ctx.box, ctx.shape, ctx.sizes = box, shape, x.shape
+        return torch.zeros_like(box[1])
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shape.transposed(ctx.box[0], v, ctx.sizes), None, None
