@@ -6,6 +6,7 @@ the other from a box, so that autograd leaves out the one that is not asked for.
 all of them, always, and that of the weights by a convolution with kernels as large as images.)
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ def convolve(module: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """What ``module._conv_forward`` returns."""
     padding = _padding(module)
     given = (x, w) if bias is None else (x, w, bias)
-    if padding is None or not _plain(given, len(module.kernel_size)):
+    if padding is None or x.ndim != len(module.kernel_size) + 2 or not plain(given):
         outputs: Tensor = type(module)._conv_forward(module, x, w, bias)
         return outputs
     if module.padding_mode != "zeros":
@@ -47,13 +48,12 @@ def transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def _plain(given: tuple[Tensor, ...], dimensions: int) -> bool:
-    """Whether these are tensors of one real dtype in a batch that is not empty, under none of torch's transforms."""
+def plain(given: Sequence[Tensor]) -> bool:
+    """Whether these are real tensors of one dtype and place that plain operations are done with, and are not empty."""
     x = given[0]
     return (
         all(type(t) in (Tensor, nn.Parameter) and t.dtype == x.dtype and t.device == x.device for t in given)
         and x.is_floating_point()
-        and x.ndim == dimensions + 2
         and x.numel() > 0
         and not torch.is_autocast_enabled(x.device.type)
         and not transformed()

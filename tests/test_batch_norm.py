@@ -1,0 +1,170 @@
+"""Batch norm in the form whose gradient is cheap to differentiate, against plain operations and torch's own.
+
+(Torch's third derivative of it in training mode is wrong: it takes mean and variance for constants.)
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import bestresponse as br
+from bestresponse._layers import cheap_layers
+
+KINDS = {"1": nn.BatchNorm1d, "1 in time": nn.BatchNorm1d, "2": nn.BatchNorm2d, "3": nn.BatchNorm3d}
+SHAPES = {"1": (5, 3), "1 in time": (4, 3, 5), "2": (4, 3, 2, 3), "3": (4, 3, 2, 2, 2)}
+
+
+def made(kind, training, **options):
+    layer = KINDS[kind](3, **options)
+    if layer.running_mean is not None:
+        layer.running_mean.uniform_(-1, 1)
+        layer.running_var.uniform_(0.5, 2)
+    for p in layer.parameters():
+        nn.init.uniform_(p, 0.5, 2)
+    return layer.train(training), torch.randn(SHAPES[kind], requires_grad=True)
+
+
+def derivatives(layer, x, inputs):
+    """The value, its gradients, those of a function of these, and once more."""
+    orders = [[layer(x)]]
+    for _ in range(3):
+        value = sum((t.sin() * torch.linspace(0.5, 1, t.numel()).view(t.shape)).sum() for t in orders[-1])
+        found = torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+        orders.append([g for g in found if g is not None])
+    return [t for order in orders for t in order]
+
+
+def plain_norm(layer, x):
+    """Its definition."""
+    dims, shape = [0, *range(2, x.ndim)], (1, -1, *(1,) * (x.ndim - 2))
+    of_batch = layer.training or layer.running_mean is None
+    mean = x.mean(dims) if of_batch else layer.running_mean
+    var = (x - mean.view(shape)).square().mean(dims) if of_batch else layer.running_var
+    normal = (x - mean.view(shape)) * torch.rsqrt(var + layer.eps).view(shape)
+    return normal if layer.weight is None else normal * layer.weight.view(shape) + layer.bias.view(shape)
+
+
+def same(plain, ours):
+    assert len(plain) == len(ours)
+    for a, b in zip(plain, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_orders_of_derivatives_are_torchs(kind, training, affine, tracked):
+    layer, x = made(kind, training, affine=affine, track_running_stats=tracked)
+    inputs = [x, *layer.parameters()]
+    plain = derivatives(lambda x: plain_norm(layer, x), x, inputs)
+    torch.testing.assert_close(plain[0], copy.deepcopy(layer)(x))
+    with cheap_layers([layer]):
+        assert "forward" in vars(layer)
+        ours = derivatives(layer, x, inputs)
+        assert ("_BatchNorm" in str(layer(x).grad_fn)) == (training or not tracked)
+    assert "forward" not in vars(layer)
+    same(plain, ours)
+
+
+@pytest.mark.parametrize("wanted", [["x"], ["weight"], ["bias"], ["weight", "bias"]])
+def test_what_is_asked_for_alone(wanted):
+    layer, x = made("2", True)
+    of = {"x": x, **dict(layer.named_parameters())}
+    inputs = [of[name] for name in wanted]
+
+    def found():
+        y = layer(x).sin().sum()
+        first = torch.autograd.grad(y, inputs, retain_graph=True)
+        again = torch.autograd.grad(y, inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in again), inputs)
+        return [*first, *again, *second]
+
+    plain = found()
+    with cheap_layers([layer]):
+        same(plain, found())
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_what_requires_no_gradient_is_left_out(frozen):
+    layer, x = made("2", True)
+    of = {"x": x, **dict(layer.named_parameters())}
+    of[frozen].requires_grad_(False)
+    inputs = [t for name, t in of.items() if name != frozen]
+    plain = derivatives(lambda x: plain_norm(layer, x), x, inputs)
+    with cheap_layers([layer]):
+        same(plain, derivatives(layer, x, inputs))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_running_statistics_move_as_torchs(momentum):
+    layer, x = made("2", True, momentum=momentum)
+    other = copy.deepcopy(layer)
+    for factor in (1.0, 2.0):
+        expected = layer(factor * x)
+        with cheap_layers([other]):
+            torch.testing.assert_close(other(factor * x), expected)
+    for a, b in zip(layer.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert other.num_batches_tracked == 2
+
+
+def test_where_torch_has_more_to_say_its_own_runs():
+    layer, x = made("2", True)
+    expected = layer(x)
+    with cheap_layers([layer]):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            layer(x[:1, :, :1, :1])
+        with pytest.raises(ValueError, match="4D input"):
+            layer(x[0])
+        with pytest.raises(RuntimeError):
+            layer(x[:, :2])
+        compiled = torch.compile(layer, backend="eager")
+        torch.testing.assert_close(compiled(x), expected)
+        layer.eval()
+        tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
+        torch.testing.assert_close(tangent, layer(x + 1) - layer(x))
+        shifted = torch.func.vmap(lambda b: torch.func.functional_call(layer, {"bias": b}, (x,)))(
+            torch.randn(5, 3)
+        )
+        assert shifted.shape == (5, *x.shape)
+        layer.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x.float()).shape == x.shape
+
+
+@pytest.mark.parametrize("curvature", ["Hessian", "GaussNewton"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_hypergradients_are_those_by_torchs(curvature, channels_last, monkeypatch):
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(100, 3), nn.BatchNorm1d(3)
+    )  # fmt: skip
+    x, y = torch.randn(6, 3, 5, 5), torch.randint(3, (6,))
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    loss = br.losses.CrossEntropy(lambda batch: batch[1])
+
+    def predict(m, h, b):
+        return m(b[0])
+
+    problem = br.Problem(
+        model,
+        decay,
+        lambda m, h, b: loss(predict(m, h, b), b) + h(m),
+        lambda m, h, b: loss(predict(m, h, b), b),
+    )
+    chosen = br.Hessian() if curvature == "Hessian" else br.GaussNewton(predict, loss, decay)
+    method = br.Implicit(br.Neumann(3, scale=1e-3), chosen)
+    before = copy.deepcopy(model.state_dict())
+    ours = br.hypergradient(problem, (x, y), (x, y), method)
+    assert all(torch.equal(a, before[n]) for n, a in model.state_dict().items())
+    from bestresponse import _batch_norm, _convolution
+
+    monkeypatch.setattr(_convolution, "plain", lambda given: False)
+    monkeypatch.setattr(_batch_norm, "plain", lambda given: False)
+    torchs = br.hypergradient(problem, (x, y), (x, y), method)
+    for name, h in ours.total.items():
+        torch.testing.assert_close(h, torchs.total[name], rtol=1e-8, atol=1e-12)
