@@ -33,8 +33,8 @@ def multilayer() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(256, 784)
 
 
-def convolutional() -> tuple[nn.Module, Tensor]:
-    """A convolutional network with batch norm in eval mode, 3×32×32 images and a batch of 128."""
+def convolutional(training: bool = False) -> tuple[nn.Module, Tensor]:
+    """A convolutional network with batch norm, in eval mode or not, 3×32×32 images and a batch of 128."""
     layers: list[nn.Module] = []
     for inside, outside in ((3, 32), (32, 64), (64, 128)):
         layers += [
@@ -44,7 +44,7 @@ def convolutional() -> tuple[nn.Module, Tensor]:
             nn.MaxPool2d(2),
         ]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 16, 10))
-    return model.eval(), torch.randn(128, 3, 32, 32)
+    return model.train(training), torch.randn(128, 3, 32, 32)
 
 
 class Recurrent(nn.Module):
@@ -65,7 +65,12 @@ def recurrent() -> tuple[nn.Module, Tensor]:
     return Recurrent(1000, 200), torch.randint(1000, (35, 20))
 
 
-CASES = {"MLP": multilayer, "CNN": convolutional, "LSTM": recurrent}
+CASES = {
+    "MLP": multilayer,
+    "CNN": convolutional,
+    "CNN, training mode": partial(convolutional, training=True),
+    "LSTM": recurrent,
+}
 CURVATURES = ("Hessian", "GaussNewton")
 
 
@@ -141,7 +146,7 @@ def summary(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(8.0, 3.4), layout="constrained")
-    colours = dict(zip(CASES, ("#4d4d4d", "#2a6f97", "#c1442e"), strict=True))
+    colours = dict(zip(CASES, ("#4d4d4d", "#2a6f97", "#61a5c2", "#c1442e"), strict=True))
     for name in CASES:
         for curvature, line in zip(CURVATURES, ("o-", "s--"), strict=True):
             of_case = [row for row in rows if (row["case"], row["curvature"]) == (name, curvature)]

@@ -42,7 +42,7 @@ from bestresponse.experiments import plots
 from bestresponse.experiments.classification import predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
-SCALE = 1e-2
+SCALE = 1e-3
 FEW, MANY = 1, 10
 Tensors = libraries.Tensors
 # Maps K to the hypergradient.
@@ -83,7 +83,7 @@ class Setting:
 
 def ours(setting: Setting, make: Callable[[int, nn.Module], br.Method]) -> Call:
     decay = br.hyperparameters.WeightDecay(setting.model, initial=float(torch.tensor(-8.0).exp()))
-    problem = br.Problem(setting.model, decay, train_loss, val_loss)
+    problem = br.Problem(setting.model, decay, train_loss, val_loss, val_mode="as_is")
     batch = (setting.x, setting.y)
     return lambda k: list(br.hypergradient(problem, batch, batch, make(k, decay)).total.values())
 
@@ -262,7 +262,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         name: (plots.BLUE, next(markers)) if module is None else (next(others), "D")
         for name, (_, module) in LIBRARIES.items()
     }
-    with plots.panels(path, 1, len(cases), (3.4 * len(cases) + 1.8, 3.4)) as axes:
+    with plots.panels(path, 1, len(cases), (2.9 * len(cases) + 2.2, 3.2)) as axes:
         for axis, case in zip(axes[0], cases, strict=True):
             for row in (r for r in rows if r["case"] == case and "error" not in r):
                 colour, marker = looks[row["library"]]
