@@ -111,6 +111,7 @@ def test_running_statistics_move_as_torchs(momentum):
     assert other.num_batches_tracked == 2
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of its forward mode
 def test_where_torch_has_more_to_say_its_own_runs():
     layer, x = made("2", True)
     expected = layer(x)

@@ -93,6 +93,7 @@ def test_what_requires_no_gradient_is_left_out(frozen):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of its forward mode
 def test_where_torch_has_more_to_say_its_own_convolution_runs():
     layer, x = layer_and_input(2, {})
     x = x.detach()
