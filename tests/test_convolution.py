@@ -126,9 +126,25 @@ def test_where_torch_has_more_to_say_its_own_convolution_runs():
         assert shifted.shape == (5, *x.shape)
         compiled = torch.compile(layer, backend="eager")
         assert "_Convolution" not in str(compiled(x).grad_fn)
-        layer.float()
+
+
+def test_autocast_casts_as_it_does_for_torchs():
+    layer, x = layer_and_input(2, {"padding": 1})
+    layer, x = layer.float(), x.detach().float()
+
+    def found():
         with torch.autocast("cpu", torch.bfloat16):
-            assert layer(x.float()).dtype == torch.bfloat16
+            y = layer(x)
+        first = torch.autograd.grad(y.float().sin().sum(), list(layer.parameters()), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), list(layer.parameters()))
+        return [y, *first, *second]
+
+    plain = found()
+    with cheap_layers([layer]):
+        assert "_Convolution" in str(found()[0].grad_fn)
+        for a, b in zip(plain, found(), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2 * float(a.detach().abs().max()))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -18,17 +18,15 @@ from torch import Tensor, nn
 def convolve(module: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """What ``module._conv_forward`` returns."""
     padding = _padding(module)
-    given = (x, w) if bias is None else (x, w, bias)
+    given = _as_autocast([x, w] if bias is None else [x, w, bias])
     if padding is None or x.ndim != len(module.kernel_size) + 2 or not plain(given):
         outputs: Tensor = type(module)._conv_forward(module, x, w, bias)
         return outputs
+    x, w, *rest = given
     if module.padding_mode != "zeros":
-        x, padding = (
-            F.pad(x, module._reversed_padding_repeated_twice, module.padding_mode),
-            (0,) * len(padding),
-        )
+        x = F.pad(x, module._reversed_padding_repeated_twice, module.padding_mode)
     shape = _Shape(module.stride, padding, module.dilation, module.groups)
-    outputs = _Convolution.apply(x, w, bias, shape)  # type: ignore[no-untyped-call]
+    outputs = _Convolution.apply(x, w, rest[0] if rest else None, shape)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -43,6 +41,14 @@ def _padding(module: Any) -> tuple[int, ...] | None:
     return None if any(p % 2 for p in whole) else tuple(p // 2 for p in whole)
 
 
+def _as_autocast(given: list[Tensor]) -> list[Tensor]:
+    """The tensors in the dtype that autocast gives a convolution's arguments."""
+    kind = given[0].device.type
+    if not torch.is_autocast_enabled(kind) or any(t.dtype == torch.float64 for t in given):
+        return given
+    return [t.to(torch.get_autocast_dtype(kind)) for t in given]
+
+
 def transformed() -> bool:
     """Whether a transform of torch.func or a compiler is at work, which know plain operations only."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -55,7 +61,6 @@ def plain(given: Sequence[Tensor]) -> bool:
         all(type(t) in (Tensor, nn.Parameter) and t.dtype == x.dtype and t.device == x.device for t in given)
         and x.is_floating_point()
         and x.numel() > 0
-        and not torch.is_autocast_enabled(x.device.type)
         and not transformed()
         and all(forward_ad.unpack_dual(t).tangent is None for t in given)  # type: ignore[no-untyped-call]
     )
