@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
 from bestresponse import _tree
-from bestresponse._layers import cheap_layers
 from bestresponse.solvers.direct import dense
 from bestresponse.testing import differences
 
@@ -336,37 +335,6 @@ def test_methods_that_put_other_tensors_in_place_refuse_checkpoints(make):
     problem, batch = made("checkpoint")
     with pytest.raises(br.Error, match="without torch.utils.checkpoint"):
         br.hypergradient(problem, batch, batch, make())
-
-
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
-def test_frozen_batch_norm_as_a_multiplication_is_torchs(norm, affine):
-    layer = norm(3, affine=affine)
-    layer.running_mean.uniform_(-1, 1)
-    layer.running_var.uniform_(0.5, 2)
-    if affine:
-        nn.init.uniform_(layer.weight)
-        nn.init.uniform_(layer.bias)
-    layer.eval()
-    dimensions = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[norm]
-    x = torch.randn(4, 3, *(2,) * dimensions, requires_grad=True)
-    inputs = [x, *layer.parameters()]
-
-    def derivatives():
-        y = layer(x)
-        first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
-        return [y, *first, *torch.autograd.grad(sum(g.sum() for g in first), inputs, allow_unused=True)]
-
-    plain = derivatives()
-    with cheap_layers([layer]):
-        assert "forward" in vars(layer)
-        for one, other in zip(plain, derivatives(), strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or torch.allclose(one, other, atol=1e-12)
-        layer.train()
-        assert torch.equal(layer(x), norm.forward(layer, x))
-        layer.eval()
-    assert "forward" not in vars(layer)
 
 
 def test_batch_norms_are_put_back_after_an_error_and_others_are_left_alone():
