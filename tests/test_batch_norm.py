@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import bestresponse as br
+from bestresponse import _batch_norm, _convolution
+from bestresponse._convolution import plain
 from bestresponse._layers import cheap_layers
 
 KINDS = {"1": nn.BatchNorm1d, "1 in time": nn.BatchNorm1d, "2": nn.BatchNorm2d, "3": nn.BatchNorm3d}
@@ -138,10 +140,11 @@ def test_where_torch_has_more_to_say_its_own_runs():
 
 @pytest.mark.parametrize("curvature", ["Hessian", "GaussNewton"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_hypergradients_are_those_by_torchs(curvature, channels_last, monkeypatch):
+def test_hypergradients_are_those_by_torchs_layers(curvature, channels_last, monkeypatch):
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(100, 3), nn.BatchNorm1d(3)
-    )  # fmt: skip
+        *(nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.BatchNorm2d(4), nn.Tanh()),
+        *(nn.Conv2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3)),
+    )
     x, y = torch.randn(6, 3, 5, 5), torch.randint(3, (6,))
     if channels_last:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
@@ -160,10 +163,11 @@ def test_hypergradients_are_those_by_torchs(curvature, channels_last, monkeypatc
     chosen = br.Hessian() if curvature == "Hessian" else br.GaussNewton(predict, loss, decay)
     method = br.Implicit(br.Neumann(3, scale=1e-3), chosen)
     before = copy.deepcopy(model.state_dict())
+    used = []
+    monkeypatch.setattr(_convolution, "plain", lambda given: used.append(1) or plain(given))
     ours = br.hypergradient(problem, (x, y), (x, y), method)
     assert all(torch.equal(a, before[n]) for n, a in model.state_dict().items())
-    from bestresponse import _batch_norm, _convolution
-
+    assert used
     monkeypatch.setattr(_convolution, "plain", lambda given: False)
     monkeypatch.setattr(_batch_norm, "plain", lambda given: False)
     torchs = br.hypergradient(problem, (x, y), (x, y), method)

@@ -1,12 +1,9 @@
 """Convolutions in the form whose gradient is cheap to differentiate, against torch's own."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-import bestresponse as br
 from bestresponse._layers import cheap_layers
 
 CASES = {
@@ -145,41 +142,3 @@ def test_autocast_casts_as_it_does_for_torchs():
         for a, b in zip(plain, found(), strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2 * float(a.detach().abs().max()))
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("curvature", ["Hessian", "GaussNewton"])
-def test_hypergradients_are_those_by_torchs_convolutions(curvature, channels_last, monkeypatch):
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)
-    )  # fmt: skip
-    x, y = torch.randn(6, 3, 5, 5), torch.randint(2, (6,))
-    if channels_last:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
-    loss = br.losses.CrossEntropy(lambda batch: batch[1])
-
-    def predict(m, h, b):
-        return m(b[0])
-
-    problem = br.Problem(
-        model,
-        decay,
-        lambda m, h, b: loss(predict(m, h, b), b) + h(m),
-        lambda m, h, b: loss(predict(m, h, b), b),
-    )
-    chosen = br.Hessian() if curvature == "Hessian" else br.GaussNewton(predict, loss, decay)
-    method = br.Implicit(br.Neumann(5, scale=0.1), chosen)
-    used = []
-    from bestresponse import _convolution
-
-    really = _convolution.plain
-    monkeypatch.setattr(_convolution, "plain", lambda *given: used.append(1) or really(*given))
-    ours = br.hypergradient(problem, (x, y), (x, y), method)
-    assert used
-    monkeypatch.setattr(_convolution, "plain", lambda *given: False)
-    torchs = br.hypergradient(problem, (x, y), (x, y), method)
-    for name, h in ours.total.items():
-        torch.testing.assert_close(h, torchs.total[name], rtol=1e-9, atol=1e-12)
-    copy.deepcopy(model)  # nothing of it is left in the modules
-    assert not any("_conv_forward" in vars(m) for m in model.modules())
