@@ -1,6 +1,6 @@
-"""Batch norm in the form whose gradient is cheap to differentiate, against plain operations and torch's own.
+"""Convolutions and batch norms in forms whose gradient is cheap to differentiate, against torch's and definitions.
 
-(Torch's third derivative of it in training mode is wrong: it takes mean and variance for constants.)
+(Torch's third derivative of batch norm in training mode is wrong: it takes mean and variance for constants.)
 """
 
 import copy
@@ -14,12 +14,35 @@ from bestresponse import _batch_norm, _convolution
 from bestresponse._convolution import plain
 from bestresponse._layers import cheap_layers
 
-KINDS = {"1": nn.BatchNorm1d, "1 in time": nn.BatchNorm1d, "2": nn.BatchNorm2d, "3": nn.BatchNorm3d}
+CONVOLUTIONS = {
+    "plain": {},
+    "stride that leaves a rest": {"stride": 2},
+    "stride above the kernel": {"stride": 3, "kernel_size": 2},
+    "padding": {"padding": 2},
+    "dilation and padding": {"dilation": 2, "padding": 1, "stride": 2},
+    "groups": {"groups": 2},
+    "one channel a group": {"groups": 4, "padding": 1},
+    "a kernel of one": {"kernel_size": 1},
+    "without bias": {"bias": False},
+    "same": {"padding": "same"},
+    "same with unequal sides": {"padding": "same", "kernel_size": 2},
+    "valid": {"padding": "valid"},
+    "reflected": {"padding": 1, "padding_mode": "reflect"},
+    "circular and same": {"padding": "same", "padding_mode": "circular"},
+}
+DIMENSIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORMS = {"1": nn.BatchNorm1d, "1 in time": nn.BatchNorm1d, "2": nn.BatchNorm2d, "3": nn.BatchNorm3d}
 SHAPES = {"1": (5, 3), "1 in time": (4, 3, 5), "2": (4, 3, 2, 3), "3": (4, 3, 2, 2, 2)}
 
 
-def made(kind, training, **options):
-    layer = KINDS[kind](3, **options)
+def convolution(dimensions, options):
+    chosen = {"kernel_size": 3, **options}
+    layer = DIMENSIONS[dimensions](4, 4, **chosen)
+    return layer, torch.randn(2, 4, *(7, 6, 8)[:dimensions], requires_grad=True)
+
+
+def norm(kind, training, **options):
+    layer = NORMS[kind](3, **options)
     if layer.running_mean is not None:
         layer.running_mean.uniform_(-1, 1)
         layer.running_var.uniform_(0.5, 2)
@@ -54,12 +77,30 @@ def same(plain, ours):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("dimensions", DIMENSIONS)
+def test_three_orders_of_derivatives_of_a_convolution_are_torchs(dimensions, case):
+    layer, x = convolution(dimensions, CONVOLUTIONS[case])
+    inputs = [x, *layer.parameters()]
+    plain = derivatives(layer, x, inputs)
+    with cheap_layers([layer]):
+        ours = derivatives(layer, x, inputs)
+        cheap = "_Convolution" in str(layer(x).grad_fn)
+    assert cheap == (case != "same with unequal sides")
+    assert "_conv_forward" not in vars(layer)
+    for a, b in zip(plain, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_three_orders_of_derivatives_are_torchs(kind, training, affine, tracked):
-    layer, x = made(kind, training, affine=affine, track_running_stats=tracked)
+@pytest.mark.parametrize("kind", NORMS)
+def test_three_orders_of_derivatives_of_a_batch_norm_are_those_of_its_definition(
+    kind, training, affine, tracked
+):
+    layer, x = norm(kind, training, affine=affine, track_running_stats=tracked)
     inputs = [x, *layer.parameters()]
     plain = derivatives(lambda x: plain_norm(layer, x), x, inputs)
     torch.testing.assert_close(plain[0], copy.deepcopy(layer)(x))
@@ -71,9 +112,17 @@ def test_three_orders_of_derivatives_are_torchs(kind, training, affine, tracked)
     same(plain, ours)
 
 
+LAYERS = {
+    "convolution": lambda: convolution(2, {"padding": 1, "stride": 2}),
+    "batch norm": lambda: norm("2", True),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("wanted", [["x"], ["weight"], ["bias"], ["weight", "bias"]])
-def test_what_is_asked_for_alone(wanted):
-    layer, x = made("2", True)
+def test_what_is_asked_for_alone(name, wanted):
+    """First derivatives with and without a graph, and second ones, of each argument without the others."""
+    layer, x = LAYERS[name]()
     of = {"x": x, **dict(layer.named_parameters())}
     inputs = [of[name] for name in wanted]
 
@@ -89,20 +138,22 @@ def test_what_is_asked_for_alone(wanted):
         same(plain, found())
 
 
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_what_requires_no_gradient_is_left_out(frozen):
-    layer, x = made("2", True)
+def test_what_requires_no_gradient_is_left_out(name, frozen):
+    layer, x = LAYERS[name]()
     of = {"x": x, **dict(layer.named_parameters())}
     of[frozen].requires_grad_(False)
     inputs = [t for name, t in of.items() if name != frozen]
-    plain = derivatives(lambda x: plain_norm(layer, x), x, inputs)
+    reference = layer if name == "convolution" else lambda x: plain_norm(layer, x)
+    plain = derivatives(reference, x, inputs)
     with cheap_layers([layer]):
         same(plain, derivatives(layer, x, inputs))
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_running_statistics_move_as_torchs(momentum):
-    layer, x = made("2", True, momentum=momentum)
+    layer, x = norm("2", True, momentum=momentum)
     other = copy.deepcopy(layer)
     for factor in (1.0, 2.0):
         expected = layer(factor * x)
@@ -114,8 +165,43 @@ def test_running_statistics_move_as_torchs(momentum):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of its forward mode
-def test_where_torch_has_more_to_say_its_own_runs():
-    layer, x = made("2", True)
+def test_where_torch_has_more_to_say_its_convolution_runs():
+    layer, x = convolution(2, {})
+    x = x.detach()
+
+    class Own(nn.Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return 2 * super()._conv_forward(input, weight, bias)
+
+    own = Own(4, 4, 3)
+    expected = own(x)
+    with cheap_layers([layer, own]):
+        assert torch.equal(own(x), expected)
+        with pytest.raises(RuntimeError, match="channels"):
+            layer(x[:, :2])
+        assert "_Convolution" not in str(layer(x[0]).grad_fn)  # without a dimension of examples
+        assert layer(x[:0]).shape == (0, *layer(x).shape[1:])
+        each = torch.func.vmap(lambda one: layer(one.unsqueeze(0)).squeeze(0))(x)
+        torch.testing.assert_close(each, layer(x))
+        state = dict(layer.named_parameters())
+        slope = torch.func.grad(lambda s: torch.func.functional_call(layer, s, (x,)).sin().sum())(state)
+        expected = torch.autograd.grad(layer(x).sin().sum(), list(layer.parameters()))
+        torch.testing.assert_close(list(slope.values()), list(expected))
+        _, tangent = torch.func.jvp(layer, (x,), (x,))
+        torch.testing.assert_close(tangent, layer(x) - layer.bias.view(-1, 1, 1))
+        shifting = nn.BatchNorm2d(4).eval()
+        with cheap_layers([shifting]):
+            shifted = torch.func.vmap(lambda b: torch.func.functional_call(shifting, {"bias": b}, (x,)))(
+                torch.randn(5, 4)
+            )
+        assert shifted.shape == (5, *x.shape)
+        compiled = torch.compile(layer, backend="eager")
+        assert "_Convolution" not in str(compiled(x).grad_fn)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of its forward mode
+def test_where_torch_has_more_to_say_its_batch_norm_runs():
+    layer, x = norm("2", True)
     expected = layer(x)
     with cheap_layers([layer]):
         with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -136,6 +222,25 @@ def test_where_torch_has_more_to_say_its_own_runs():
         layer.float()
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x.float()).shape == x.shape
+
+
+def test_autocast_casts_as_it_does_for_torchs():
+    layer, x = convolution(2, {"padding": 1})
+    layer, x = layer.float(), x.detach().float()
+
+    def found():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        first = torch.autograd.grad(y.float().sin().sum(), list(layer.parameters()), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), list(layer.parameters()))
+        return [y, *first, *second]
+
+    plain = found()
+    with cheap_layers([layer]):
+        assert "_Convolution" in str(found()[0].grad_fn)
+        for a, b in zip(plain, found(), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2 * float(a.detach().abs().max()))
 
 
 @pytest.mark.parametrize("curvature", ["Hessian", "GaussNewton"])
