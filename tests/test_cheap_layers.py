@@ -4,6 +4,7 @@
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_three_orders_of_derivatives_of_a_convolution_are_torchs(dimensions, cas
         ours = derivatives(layer, x, inputs)
         cheap = "_Convolution" in str(layer(x).grad_fn)
     assert cheap == (case != "same with unequal sides")
-    assert "_conv_forward" not in vars(layer)
+    assert type(layer) is DIMENSIONS[dimensions]
     for a, b in zip(plain, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -105,10 +106,10 @@ def test_three_orders_of_derivatives_of_a_batch_norm_are_those_of_its_definition
     plain = derivatives(lambda x: plain_norm(layer, x), x, inputs)
     torch.testing.assert_close(plain[0], copy.deepcopy(layer)(x))
     with cheap_layers([layer]):
-        assert "forward" in vars(layer)
+        assert type(layer) is not NORMS[kind]
         ours = derivatives(layer, x, inputs)
         assert ("_BatchNorm" in str(layer(x).grad_fn)) == (training or not tracked)
-    assert "forward" not in vars(layer)
+    assert type(layer) is NORMS[kind]
     same(plain, ours)
 
 
@@ -278,3 +279,126 @@ def test_hypergradients_are_those_by_torchs_layers(curvature, channels_last, mon
     torchs = br.hypergradient(problem, (x, y), (x, y), method)
     for name, h in ours.total.items():
         torch.testing.assert_close(h, torchs.total[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5])
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_of_other_channels_is_refused_and_writes_nowhere_else(training, tracked, channels):
+    layer = nn.BatchNorm2d(3, track_running_stats=tracked).train(training)
+    room = torch.zeros(100)
+    if tracked:
+        layer.running_mean = room[:3]
+    with cheap_layers([layer]), pytest.raises(RuntimeError):
+        layer(torch.randn(4, channels, 5, 5))
+    assert not room.any()
+
+
+def test_copies_are_of_torchs_layers_and_run_with_weights_of_their_own():
+    layers = [norm("2", True)[0], convolution(2, {})[0]]
+    x = torch.randn(4, 4, 5, 5)
+    with cheap_layers(layers):
+        for layer, inputs in zip(layers, (x[:, :3], x), strict=True):
+            for twin in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+                assert type(twin) in (nn.BatchNorm2d, nn.Conv2d)
+                assert set(vars(twin)) == set(vars(layer))
+            shallow = layer.__new__(type(layer))
+            shallow.__dict__ = layer.__dict__.copy()
+            shallow._parameters = {n: torch.zeros_like(p) for n, p in layer._parameters.items()}
+            assert not shallow(inputs).any()
+            assert layer(inputs).any()
+
+
+def test_a_change_in_place_between_two_derivatives_is_refused():
+    layer, x = norm("2", True)
+    with cheap_layers([layer]):
+        y = layer(x)
+        (g,) = torch.autograd.grad(
+            (y * torch.linspace(0, 1, y.shape[-1])).sum(), layer.weight, create_graph=True
+        )
+        with torch.no_grad():
+            x.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(g.square().sum(), x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_batched_gradients_with_a_graph_are_torchs(name):
+    layer, x = LAYERS[name]()
+    inputs = [x, *layer.parameters()]
+    vectors = torch.eye(3)
+
+    def found():
+        y = layer(x).sin().flatten()[:3]
+        rows = torch.autograd.grad(y, inputs, vectors, is_grads_batched=True, create_graph=True)
+        second = torch.autograd.grad(sum(r.square().sum() for r in rows), inputs)
+        return [y, *rows, *second]
+
+    plain_found = found()
+    with cheap_layers([layer]):
+        same(plain_found, found())
+        y = layer(x).sin().flatten()[:3]
+        each = torch.func.vmap(lambda v: torch.autograd.grad(y, inputs, v, create_graph=True))(vectors)
+        same(plain_found[1:4], list(each))
+
+
+def test_settings_of_a_convolution_that_were_changed():
+    layer, x = convolution(2, {})
+    for changed in ({"padding": 1}, {"stride": 2, "dilation": 1}, {"padding": "same", "stride": (1, 1)}):
+        vars(layer).update(changed)
+        expected = layer(x)
+        with cheap_layers([layer]):
+            assert torch.equal(layer(input=x), expected)
+    wide = nn.Conv2d(4, 4, 3, padding="same")
+    wide.weight = nn.Parameter(torch.randn(4, 4, 5, 5))
+    expected = wide(x)
+    with cheap_layers([wide]):
+        torch.testing.assert_close(wide(x), expected)
+
+
+def test_a_changed_class_is_left_alone(monkeypatch):
+    stock = nn.Conv2d._conv_forward
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda self, i, w, b: 2 * stock(self, i, w, b))
+    layer, x = convolution(2, {})
+    expected = layer(x)
+    with cheap_layers([layer]):
+        assert torch.equal(layer(x), expected)
+
+
+def test_compiled_parts_are_compiled_twice_and_no_more():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    extractor = nn.Sequential(nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2)).eval().requires_grad_(False)
+    whole = torch.compile(extractor, backend=backend, fullgraph=True)
+    x = torch.randn(2, 4, 5, 5)
+    for _ in range(12):
+        whole(x)
+        with cheap_layers(extractor):
+            whole(x)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_norms_are_as_precise_as_torchs_far_from_zero(dtype):
+    layer = nn.BatchNorm2d(3).eval()
+    layer.running_mean.fill_(100.0)
+    x = (100 + torch.randn(8, 3, 4, 4)).to(dtype)
+    exact = layer(x.double())
+    layer.to(dtype)
+    with cheap_layers([layer]):
+        found = layer(x)
+    assert (found - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+    torchs = layer(x)
+    assert (found - torchs).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_complex_and_integer_inputs_under_autocast_are_torchs():
+    layer = nn.Conv2d(4, 4, 3, dtype=torch.complex64)
+    with cheap_layers([layer]), torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(1, 4, 5, 5, dtype=torch.complex64)).is_complex()
+        with pytest.raises(RuntimeError):
+            nn.Conv2d(4, 4, 3)(torch.ones(1, 4, 5, 5, dtype=torch.int64))

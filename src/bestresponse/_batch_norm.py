@@ -15,28 +15,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._convolution import plain, transformed
+from ._convolution import plain
 
 
-def normalise(module: Any, x: Tensor) -> Tensor:
-    """What ``module.forward`` returns."""
-    fixed = not module.training and module.running_mean is not None
-    given = [x, *(t for t in (module.weight, module.bias, module.running_mean) if t is not None)]
-    if transformed() or not plain(given) or x.ndim < 2 or x.numel() <= x.shape[1]:
-        outputs: Tensor = type(module).forward(module, x)
+def normalise(self: Any, input: Tensor) -> Tensor:
+    """``forward`` of torch's batch norms."""
+    own = [self.weight, self.bias, self.running_mean, self.running_var]
+    given = [t for t in own if t is not None]
+    channels = input.shape[1] if input.ndim > 1 else 0
+    # Torch's kernels write to as many statistics as there are channels.
+    fits = all(t.numel() == channels for t in given) and (own[2] is None) == (own[3] is None)
+    if not fits or not self.eps > 0 or not plain([input, *given]) or input.numel() <= channels:
+        outputs: Tensor = super(type(self), self).forward(input)
         return outputs
-    module._check_input_dim(x)
-    return _fixed(module, x) if fixed else _of_batch(module, x)
+    self._check_input_dim(input)
+    fixed = not self.training and self.running_mean is not None
+    return _fixed(self, input) if fixed else _of_batch(self, input)
 
 
 def _fixed(module: Any, x: Tensor) -> Tensor:
     """(x − mean) / √(var + ε) · weight + bias, with running mean and variance."""
     scale = torch.rsqrt(module.running_var + module.eps)
     scale = scale if module.weight is None else scale * module.weight
-    shift = -module.running_mean * scale
-    shift = shift if module.bias is None else module.bias + shift
-    # addcmul would copy x for its second derivative.
-    return (x * _along(scale, x)).add_(_along(shift, x))
+    y = (x - _along(module.running_mean, x)) * _along(scale, x)
+    return y if module.bias is None else y.add_(_along(module.bias, x))
 
 
 def _of_batch(module: Any, x: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ class _Statistics(NamedTuple):
         return _Statistics(mean, torch.rsqrt(var + self.eps), self.eps)
 
     def gradients(self, grad: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        """Those with respect to input, weight and bias, outside any graph."""
+        """Those with respect to input, weight and bias, by torch's kernel (whose own derivative is the costly one)."""
         found: tuple[Any, ...] = torch.ops.aten.native_batch_norm_backward(
             grad, x, w, None, None, self.mean, self.scale, True, self.eps, wanted
         )
@@ -102,12 +104,12 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return *ctx.statistics.gradients(grad, x, w, ctx.needs_input_grad[:3]), None
-        box = (grad, x, w, ctx.statistics)
-        of_input, of_weight, of_bias = _FromGrad.apply(grad, box)  # type: ignore[no-untyped-call]
-        nothing, none = _FromInput.apply(x, box)  # type: ignore[no-untyped-call]
-        zero = _FromWeight.apply(w, box)  # type: ignore[no-untyped-call]
+        statistics = ctx.statistics
+        if not torch.is_grad_enabled() or not plain([grad, x, w]):
+            return *statistics.gradients(grad, x, w, ctx.needs_input_grad[:3]), None
+        of_input, of_weight, of_bias = _FromGrad.apply(grad, (x, w), statistics)  # type: ignore[no-untyped-call]
+        nothing, none = _FromInput.apply(x, (grad, w), statistics)  # type: ignore[no-untyped-call]
+        zero = _FromWeight.apply(w, (grad, x), statistics)  # type: ignore[no-untyped-call]
         return of_input.add_(nothing).add_(zero), of_weight + none, of_bias, None
 
 
@@ -115,23 +117,25 @@ class _FromGrad(torch.autograd.Function):
     """The values, and their derivatives with respect to grad."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, box: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        ctx.box = box[1:]
-        _, x, w, statistics = box
-        found: tuple[Tensor, ...] = statistics.gradients(grad, x, w, (True, True, True))
-        return found
+    def forward(
+        ctx: Any, grad: Tensor, box: tuple[Tensor, Tensor], statistics: _Statistics
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*box)
+        ctx.statistics = statistics
+        return statistics.gradients(grad, *box, (True, True, True))
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor, of_weight: Tensor, of_bias: Tensor) -> tuple[Tensor, None]:
-        x, w, statistics = ctx.box
-        mean, scale, _ = statistics.at(x)
+    def backward(ctx: Any, v: Tensor, of_weight: Tensor, of_bias: Tensor) -> tuple[Tensor, None, None]:
+        x, w = ctx.saved_tensors
+        mean, scale, _ = ctx.statistics.at(x)
         if torch.is_grad_enabled():
             normal = (x - _along(mean, x)) * _along(scale, x)
             inner = v - _along(_mean(v), x) - normal * _along(_mean(v * normal), x)
-            return _along(w * scale, x) * inner + _along(of_weight, x) * normal + _along(of_bias, x), None
-        total: Tensor = statistics.gradients(v, x, w, (True, False, False))[0]
+            total = _along(w * scale, x) * inner + _along(of_weight, x) * normal + _along(of_bias, x)
+            return total, None, None
+        total = ctx.statistics.gradients(v, x, w, (True, False, False))[0]
         slope = of_weight * scale
-        return total.addcmul_(x, _along(slope, x)).add_(_along(of_bias - slope * mean, x)), None
+        return total.addcmul_(x, _along(slope, x)).add_(_along(of_bias - slope * mean, x)), None, None
 
 
 class _Second(NamedTuple):
@@ -162,15 +166,18 @@ class _FromInput(torch.autograd.Function):
     """Zeros, and the derivatives with respect to the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, box: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        ctx.box = box
+    def forward(
+        ctx: Any, x: Tensor, box: tuple[Tensor, Tensor], statistics: _Statistics
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*box, x)
+        ctx.statistics = statistics
         nothing = x.new_zeros(())
         return nothing.expand_as(x), nothing.new_zeros(x.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor, of_weight: Tensor) -> tuple[Tensor, None]:
-        grad, x, w, statistics = ctx.box
-        statistics = statistics.at(x)
+    def backward(ctx: Any, v: Tensor, of_weight: Tensor) -> tuple[Tensor, None, None]:
+        grad, w, x = ctx.saved_tensors
+        statistics = ctx.statistics.at(x)
         mean, r, _ = statistics
         of = _Second.of(v, grad, x, w, statistics)
         bend = w * r * r
@@ -183,20 +190,21 @@ class _FromInput(torch.autograd.Function):
         total = v * _along(by_v, x)
         for factor, tensor in ((by_grad, grad), (by_x, x)):
             total.addcmul_(tensor, _along(factor, x))
-        return total.add_(_along(by_one - by_x * mean, x)), None
+        return total.add_(_along(by_one - by_x * mean, x)), None, None
 
 
 class _FromWeight(torch.autograd.Function):
     """Zeros, and the derivative of the input's gradient with respect to the weight."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, box: tuple[Any, ...]) -> Tensor:
-        ctx.box = box
+    def forward(ctx: Any, w: Tensor, box: tuple[Tensor, Tensor], statistics: _Statistics) -> Tensor:
+        ctx.save_for_backward(*box, w)
+        ctx.statistics = statistics
         return w.new_zeros(()).expand_as(box[1])
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None]:
-        grad, x, w, statistics = ctx.box
-        statistics = statistics.at(x)
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
+        grad, x, w = ctx.saved_tensors
+        statistics = ctx.statistics.at(x)
         of = _Second.of(v, grad, x, w, statistics)
-        return statistics.scale * of.covariance * (x.numel() // x.shape[1]), None
+        return statistics.scale * of.covariance * (x.numel() // x.shape[1]), None, None

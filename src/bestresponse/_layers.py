@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from ._batch_norm import normalise
 from ._convolution import convolve
@@ -13,25 +12,37 @@ from ._convolution import convolve
 
 @contextmanager
 def cheap_layers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let these layers run so, but those that have changed the method; and put back what was there."""
+    """Let torch's own of these layers run so, no subclass and none that was changed, and make them torch's again."""
     changed = [
-        (module, method, function)
+        (module, type(module))
         for module in modules
-        for kind, method, function in _FORMS
-        if isinstance(module, kind)
-        and getattr(type(module), method) is getattr(kind, method)
-        and method not in vars(module)
+        if type(module) in _CHEAP and getattr(type(module), _METHODS[type(module)]) is _STOCK[type(module)]
     ]
     try:
-        for module, method, function in changed:
-            vars(module)[method] = partial(function, module)
+        for module, kind in changed:
+            module.__class__ = _CHEAP[kind]
         yield
     finally:
-        for module, method, _ in changed:
-            vars(module).pop(method, None)
+        for module, kind in changed:
+            module.__class__ = kind
 
 
-_FORMS: tuple[tuple[type, str, Callable[..., Tensor]], ...] = (
-    (_BatchNorm, "forward", normalise),
-    *((kind, "_conv_forward", convolve) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
-)
+def _cheap(kind: type, method: str, function: Callable[..., Any]) -> type:
+    """A class that differs from ``kind`` in one method; its copies are of ``kind``."""
+
+    def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+        parts: Any = object.__reduce_ex__(self, protocol)
+        return object.__new__, (kind,), *parts[2:]
+
+    return type(kind.__name__, (kind,), {method: function, "__reduce_ex__": reduced})
+
+
+_METHODS: dict[type, str] = {
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "_conv_forward"),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "forward"),
+}
+_STOCK = {kind: getattr(kind, method) for kind, method in _METHODS.items()}
+_CHEAP = {
+    kind: _cheap(kind, method, convolve if method == "_conv_forward" else normalise)
+    for kind, method in _METHODS.items()
+}
