@@ -145,7 +145,7 @@ def summary(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
-    figure, panels = plt.subplots(1, 2, figsize=(8.0, 3.4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     colours = dict(zip(CASES, ("#4d4d4d", "#2a6f97", "#61a5c2", "#c1442e"), strict=True))
     for name in CASES:
         for curvature, line in zip(CURVATURES, ("o-", "s--"), strict=True):
@@ -158,7 +158,8 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
     for axes in panels:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
-    panels[0].legend(frameon=False, fontsize=8)
+    labels = panels[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
