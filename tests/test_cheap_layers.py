@@ -402,3 +402,18 @@ def test_complex_and_integer_inputs_under_autocast_are_torchs():
         assert layer(torch.randn(1, 4, 5, 5, dtype=torch.complex64)).is_complex()
         with pytest.raises(RuntimeError):
             nn.Conv2d(4, 4, 3)(torch.ones(1, 4, 5, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_second_derivatives_in_batches_are_torchs(name):
+    layer, x = LAYERS[name]()
+    inputs = [x, *layer.parameters()]
+
+    def found():
+        first = torch.autograd.grad(layer(x).sin().sum(), inputs, create_graph=True)
+        some = torch.cat([g.flatten()[:2] for g in first])
+        return torch.autograd.grad(some, inputs, torch.eye(len(some)), is_grads_batched=True)
+
+    plain_found = found()
+    with cheap_layers([layer]):
+        same(plain_found, found())
