@@ -18,15 +18,15 @@ from torch import Tensor
 from ._convolution import plain
 
 
-def normalise(self: Any, input: Tensor) -> Tensor:
-    """``forward`` of torch's batch norms."""
+def normalise(self: Any, torchs: Any, input: Tensor) -> Tensor:
+    """``forward`` of torch's batch norms, which is ``torchs``."""
     own = [self.weight, self.bias, self.running_mean, self.running_var]
     given = [t for t in own if t is not None]
     channels = input.shape[1] if input.ndim > 1 else 0
     # Torch's kernels write to as many statistics as there are channels.
     fits = all(t.numel() == channels for t in given) and (own[2] is None) == (own[3] is None)
     if not fits or not self.eps > 0 or not plain([input, *given]) or input.numel() <= channels:
-        outputs: Tensor = super(type(self), self).forward(input)
+        outputs: Tensor = torchs(self, input)
         return outputs
     self._check_input_dim(input)
     fixed = not self.training and self.running_mean is not None
@@ -128,7 +128,7 @@ class _FromGrad(torch.autograd.Function):
     def backward(ctx: Any, v: Tensor, of_weight: Tensor, of_bias: Tensor) -> tuple[Tensor, None, None]:
         x, w = ctx.saved_tensors
         mean, scale, _ = ctx.statistics.at(x)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not plain([v, of_weight, of_bias]):
             normal = (x - _along(mean, x)) * _along(scale, x)
             inner = v - _along(_mean(v), x) - normal * _along(_mean(v * normal), x)
             total = _along(w * scale, x) * inner + _along(of_weight, x) * normal + _along(of_bias, x)
@@ -187,10 +187,11 @@ class _FromInput(torch.autograd.Function):
         )
         by_one = bend * (of.grad_normal * of.v + of.v_normal * of.grad) - of_weight * r * of.grad
         by_x = by_normal * r
-        total = v * _along(by_v, x)
-        for factor, tensor in ((by_grad, grad), (by_x, x)):
-            total.addcmul_(tensor, _along(factor, x))
-        return total.add_(_along(by_one - by_x * mean, x)), None, None
+        total, shift = v * _along(by_v, x), by_one - by_x * mean
+        if not plain([v, of_weight]):
+            return total + grad * _along(by_grad, x) + x * _along(by_x, x) + _along(shift, x), None, None
+        total.addcmul_(grad, _along(by_grad, x)).addcmul_(x, _along(by_x, x))
+        return total.add_(_along(shift, x)), None, None
 
 
 class _FromWeight(torch.autograd.Function):

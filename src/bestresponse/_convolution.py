@@ -16,23 +16,27 @@ from torch import Tensor, nn
 from torch._C import _functorch
 
 
-def convolve(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``_conv_forward`` of torch's convolutions."""
+def convolve(self: Any, torchs: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``_conv_forward`` of torch's convolutions, which are ``torchs``."""
     given = _as_autocast([input, weight] if bias is None else [input, weight, bias])
     dimensions = weight.ndim - 2
     padding = _padding(self, weight.shape[2:])
     if padding is None or input.ndim != weight.ndim or not plain(given):
-        outputs: Tensor = super(type(self), self)._conv_forward(input, weight, bias)
+        outputs: Tensor = torchs(self, input, weight, bias)
         return outputs
     x, w, *rest = given
     if self.padding_mode != "zeros":
         x = F.pad(x, self._reversed_padding_repeated_twice, self.padding_mode)
-    stride, padding, dilation = (
-        (n,) * dimensions if isinstance(n, int) else tuple(n) for n in (self.stride, padding, self.dilation)
-    )
+    stride, padding, dilation = (_each(n, dimensions) for n in (self.stride, padding, self.dilation))
     shape = _Shape(stride, padding, dilation, self.groups)
     outputs = _Convolution.apply(x, w, rest[0] if rest else None, shape)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _each(setting: Any, dimensions: int) -> tuple[int, ...]:
+    """A setting for each dimension, from one for all of them or from what it is already."""
+    each = (setting,) if isinstance(setting, int) else tuple(setting)
+    return each * dimensions if len(each) == 1 else each
 
 
 def _padding(module: Any, kernel: Sequence[int]) -> Any:
@@ -41,9 +45,9 @@ def _padding(module: Any, kernel: Sequence[int]) -> Any:
         return 0
     if module.padding != "same":
         return module.padding
-    if isinstance(module.dilation, int) or isinstance(module.stride, int) or set(module.stride) != {1}:
+    if set(_each(module.stride, 1)) != {1}:
         return None
-    whole = [d * (k - 1) for d, k in zip(module.dilation, kernel, strict=True)]
+    whole = [d * (k - 1) for d, k in zip(_each(module.dilation, len(kernel)), kernel, strict=True)]
     return None if any(p % 2 for p in whole) else tuple(p // 2 for p in whole)
 
 
@@ -63,6 +67,7 @@ def plain(given: Sequence[Tensor]) -> bool:
     x = given[0]
     return (
         not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and not torch._C._are_functorch_transforms_active()
         and all(
             type(t) in (Tensor, nn.Parameter) and t.dtype == x.dtype and t.device == x.device for t in given

@@ -32,7 +32,7 @@ class Passes:
     the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
     state of its own. Torch's recurrent modules run without cuDNN, whose backward has no derivative and
     refuses eval mode. For second derivatives attention runs by its math backend, which alone has any; recurrent
-    modules run without oneDNN, and convolutions and batch norms in eval mode in forms of our own, since torch's
+    modules run without oneDNN, and convolutions and batch norms in forms of our own, since torch's
     backward of them is slow to differentiate.
 
     Attributes:
@@ -79,7 +79,7 @@ class Passes:
             self._stack.enter_context(_without(off, recurrent))
             if self.twice:
                 self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-                self._stack.enter_context(cheap_layers(modules))
+                self._stack.enter_context(cheap_layers())
             if self._seed is not None:
                 _random.seed_all(self._seed)
                 self._replayed = _random.snapshot()
