@@ -42,7 +42,7 @@ class Hessian(Curvature):
         mode: "reverse", or "forward" for A v as the derivative of the gradient along v, by forward-mode differentiation
             of the whole backward pass: each product is a forward and a backward pass on dual numbers and keeps no
             graph for the next one. It asks for a forward-mode derivative of every operation and of its backward, and
-            on a CPU costs from 2 to 10 products in reverse (docs/performance.md): it is a second opinion.
+            on a CPU costs from 1.7 to 7 products in reverse (docs/performance.md): it is a second opinion.
 
     Raises:
         SecondDerivativeError: an operation of the training loss has no second derivative, or none in that mode.
