@@ -373,8 +373,15 @@ def test_compiled_parts_are_compiled_once():
         compiled.append(graph)
         return graph.forward
 
-    extractor = nn.Sequential(nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2)).eval().requires_grad_(False)
-    whole = torch.compile(extractor, backend=backend, fullgraph=True)
+    class Extractor(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2)
+
+        def forward(self, x):
+            return self.norm(self.convolution(x))
+
+    whole = torch.compile(Extractor().eval().requires_grad_(False), backend=backend, fullgraph=True)
     x = torch.randn(2, 4, 5, 5)
     for _ in range(12):
         whole(x)
