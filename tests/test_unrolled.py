@@ -26,15 +26,6 @@ RULES = {
 }
 
 
-def trained(problem, train, optimizer, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = problem.train_loss(problem.model, problem.hyper, train)
-        loss.backward(inputs=list(problem.weights.values()))
-        optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("begun", [0, 20])
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_those_of_torch(name, begun):
@@ -42,7 +33,7 @@ def test_rules_are_those_of_torch(name, begun):
     rule, make = RULES[name]
     problem, train, _ = cases.network()
     optimizer = make(problem.weights.values())
-    trained(problem, train, optimizer, begun)
+    cases.train(problem, train, optimizer, begun)
     before = {k: {n: torch.as_tensor(x).clone() for n, x in s.items()} for k, s in optimizer.state.items()}
     with problem.undisturbed(weight_optimizer=optimizer) as passes:
         path = Trajectory(rule, 0.1, 50 - begun, passes, train, False)
@@ -50,7 +41,7 @@ def test_rules_are_those_of_torch(name, begun):
     for parameter, state in before.items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(optimizer.state[parameter][key]), value)
-    trained(problem, train, optimizer, 50 - begun)
+    cases.train(problem, train, optimizer, 50 - begun)
     for key, w in problem.weights.items():
         assert torch.allclose(ours[key], w, rtol=1e-10, atol=1e-13)
 
@@ -159,7 +150,7 @@ def test_every_setting_against_differences_of_the_training_map(rule, begun):
         type(chosen)
     ]
     optimizer = kind(problem.weights.values(), 0.05, **({"momentum": 0.5} if kind is torch.optim.SGD else {}))
-    trained(problem, train, optimizer, begun)
+    cases.train(problem, train, optimizer, begun)
     unrolled = br.Unrolled(STEPS, rates, rule=chosen)
     expected = differences(problem, train, val, unrolled, optimizer)
     results = {}
@@ -186,7 +177,7 @@ def test_truncated_unrolling_is_unrolling_from_where_the_first_steps_end(rule):
     chosen, make = RULES[rule]
     truncated = br.hypergradient(problem, train, val, br.Unrolled(7, 0.1, last=3, rule=chosen))
     optimizer = make(problem.weights.values())
-    trained(problem, train, optimizer, 4)
+    cases.train(problem, train, optimizer, 4)
     later = br.hypergradient(
         problem, train, val, br.Unrolled(3, 0.1, rule=chosen), weight_optimizer=optimizer
     )
@@ -403,7 +394,7 @@ def test_the_buffers_move_along_with_the_steps():
     except br.errors.SecondDerivativeError as error:
         refused = str(error)  # batch norm has no third derivative since torch 2.14
     assert ("batch_norm does not support 3rd" in refused) == (len(found) == 3)
-    trained(problem, train, torch.optim.SGD(problem.weights.values(), 0.2), 6)
+    cases.train(problem, train, torch.optim.SGD(problem.weights.values(), 0.2), 6)
     with torch.no_grad():
         model.eval()
         expected = float(fit(model, decay, val))
