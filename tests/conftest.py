@@ -1,10 +1,18 @@
 import os
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)  # for problems this small, threads cost more than they give
+
+# The systems of the solver tests are drawn anew in each run, so that none passes by one processor's rounding.
+SEED = int(os.environ.get("BESTRESPONSE_TEST_SEED") or random.SystemRandom().randrange(2**31))
+
+
+def pytest_report_header():
+    return f"solver systems: BESTRESPONSE_TEST_SEED={SEED}"
 
 
 @pytest.fixture(autouse=True)

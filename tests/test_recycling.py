@@ -120,7 +120,7 @@ def test_a_solver_derived_from_conjugate_gradient_opens_as_itself():
     assert own.opening() is own
 
 
-def test_a_first_solve_makes_the_steps_that_were_asked_for_and_more_while_it_is_far():
+def test_a_first_solve_makes_the_steps_that_were_asked_for_and_more_while_its_residual_falls():
     generator = torch.Generator().manual_seed(0)
     q, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator, dtype=torch.float64))
 
@@ -130,11 +130,13 @@ def test_a_first_solve_makes_the_steps_that_were_asked_for_and_more_while_it_is_
         b = {"w": torch.ones(60, dtype=torch.float64)}
         return solver.solve(lambda v: {"w": matrix @ v["w"]}, b).report
 
-    near, far, whole = solve(1, 12, 0.0), solve(6, 3, 0.0), solve(6, 30, 0.0)
+    near, middle, far, whole = (solve(*s, 0.0) for s in ((1, 12), (1.5, 3), (6, 3), (6, 30)))
     assert near.steps == 12
     assert near.residual < 1e-3
-    assert far.steps == 20
-    assert far.residual > 0.1
+    assert 3 < middle.steps < 20
+    assert middle.residual <= 0.1
+    assert far.steps == 3  # more would follow the small curvatures of this one batch
+    assert far.residual > 1.0
     assert whole.steps == 30
     assert solve(1, 12, 0.01).residual <= 0.01
     assert solve(1, 1, 0.0).residual <= 0.1
@@ -243,10 +245,11 @@ def test_a_solve_beyond_rounding_ends_converged_and_its_ritz_values_stay_true(dt
 @pytest.mark.parametrize("steps", [1, 3, 9])
 def test_ritz_values_are_those_of_the_krylov_space(name, steps, damping):
     system = SYSTEMS[name]
+    damping *= float(system.matrix.abs().max())
     report = (
         br.ConjugateGradient(steps, tolerance=0.0, damping=damping).solve(system.product, system.tree).report
     )
-    size = report.products
+    size = report.steps + (report.status is Status.NEGATIVE_CURVATURE)
     krylov, v = [], system.b
     for _ in range(size):
         krylov.append(v / v.norm())

@@ -8,6 +8,7 @@ import bestresponse as br
 from bestresponse import _tree
 from bestresponse.solvers import Status
 from bestresponse.testing import check_solver, linear_systems
+from conftest import SEED
 
 # A scale of Neumann's own is found for each system; a fixed one suits systems of its size only.
 CONVERGENT = [
@@ -29,13 +30,13 @@ CONVERGENT = [
 ]
 MINIMAL = [br.MINRES, br.solvers.GMRES]
 
-SYSTEMS = {system.name: system for system in linear_systems()}
+SYSTEMS = {system.name: system for system in linear_systems(SEED)}
 
 
 @pytest.mark.filterwarnings("ignore:Exact needs an invertible")
 @pytest.mark.parametrize("solver", CONVERGENT, ids=repr)
 def test_solver_against_the_dense_answer(solver):
-    check_solver(solver)
+    check_solver(solver, seed=SEED)
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.4])
@@ -141,7 +142,7 @@ def test_conjugate_gradient_stops_on_a_relative_residual():
         solution = br.ConjugateGradient(20, tolerance=tolerance).solve(system.product, system.tree)
         assert solution.report.status is Status.CONVERGED
         assert system.residual(solution.x) <= tolerance
-        assert solution.report.steps < 9
+        assert solution.report.steps <= 9
 
 
 def test_conjugate_gradient_tolerance_of_a_warm_start_is_relative_to_b():
@@ -329,7 +330,8 @@ def test_minimal_residuals_solve_indefinite_systems(kind, name, damping):
     report = solution.report
     values = torch.linalg.eigvalsh(system.matrix)
     assert report.status is Status.CONVERGED
-    assert report.products == report.steps == 9
+    assert report.steps == 9
+    assert report.products == 10  # *converged* is said of a residual that was computed
     assert report.curvature == pytest.approx((float(values[0]), float(values[-1])), rel=1e-6)
     assert ("negative curvature" in report.detail) == bool(values[0] < 0)
 
@@ -386,7 +388,7 @@ def test_minimal_residuals_start_warm_where_conjugate_gradient_may_not(kind):
     start = system.unflatten(1.01 * exact)
     report = kind(30, 1e-10).solve(system.product, system.tree, start=start).report
     assert report.warm
-    assert report.products == 1 + report.steps
+    assert report.products == 1 + report.steps + 1
 
 
 @pytest.mark.parametrize("kind", MINIMAL)

@@ -19,7 +19,7 @@ from .linearisation import Curvature, Linearisation, require_curvature
 from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
-from .solvers import ConjugateGradient, Solution, Solver
+from .solvers import ConjugateGradient, Report, Solution, Solver, Status
 
 
 class Method(ABC):
@@ -76,7 +76,7 @@ def hypergradient(
         raise ArgumentTypeError(f"weight_optimizer must be a torch optimiser; got {weight_optimizer!r}.")
     result = differentiate(problem, train_batch, val_batch, method, seed, weight_optimizer)
     refuse_not_finite(result)
-    warn_of_failure(problem, result)
+    warn_of_failure(problem, method, result)
     return result
 
 
@@ -210,18 +210,29 @@ class Implicit(Method):
         del val_gradient
         solution = self._solve(passes, train_batch, system, b)
         missing = self._missing(system, solution, b)
+        stretch = damping_stretch(solution, b)
         del b
         indirect = {n: None if x is None else -x for n, x in system.mixed(solution.x).items()}
         result = combine(problem, val_loss, direct, indirect)
         size = result.norm
         report = replace(
             solution.report,
+            status=self._status(solution.report),
             hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
+            damping_effect=damping_effect(result, stretch),
             detail="; ".join(filter(None, (solution.report.detail, system.detail))),
         )
         if math.isfinite(size):
             problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
         return replace(result, solve=report)
+
+    def _status(self, report: Report) -> Status:
+        """*Converged* is said of the system that was asked for, not of one that the solver had to damp to solve it."""
+        assert self.solver is not None
+        indefinite = report.curvature is not None and report.curvature[0] < 0.0
+        if report.status is Status.CONVERGED and self.solver.chooses_damping and indefinite:
+            return Status.NEGATIVE_CURVATURE
+        return report.status
 
     def _missing(self, system: Linearisation, solution: Solution, b: Tree) -> float | None:
         """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
@@ -261,6 +272,29 @@ class Implicit(Method):
         )
         said = "; ".join(filter(None, (solution.report.detail, getattr(inverse, "detail", ""))))
         return replace(solution, report=replace(solution.report, detail=said))
+
+
+def damping_stretch(solution: Solution, b: Tree) -> float | None:
+    """How much longer the solution would be without its damping, less one; None without damping or an answer.
+
+    x₀ − x = δ A⁻¹ x, where A⁻¹ is taken as the inverse of the curvature along x, xᵀA x / xᵀx. That is known at no
+    product, from A x = b − r − δ x.
+    """
+    report, x = solution.report, solution.x
+    if not report.damping or (report.curvature is not None and report.curvature[0] < 0.0):
+        return None
+    square = _tree.dot(x, x)
+    along = _tree.dot(x, b) - report.damping * square
+    along -= _tree.dot(x, solution.residual) if solution.residual is not None else 0.0
+    return report.damping * square / along if along > 0.0 else None
+
+
+def damping_effect(result: Hypergradient, stretch: float | None) -> float | None:
+    """An estimate of ‖h − h₀‖ / ‖h₀‖, where h₀ = direct + (1 + stretch) · indirect is that without damping."""
+    if stretch is None:
+        return None
+    undamped = _tree.norm(_tree.add(result.direct, result.indirect, 1.0 + stretch))
+    return stretch * _tree.norm(result.indirect) / undamped if undamped > 0.0 else None
 
 
 @dataclass(frozen=True, eq=False)

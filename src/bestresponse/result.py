@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _tree
 from .errors import EvaluationError
-from .problem import Problem
+from .problem import Problem, settings_of
 from .solvers import Report
 
 _SHOWN = 12
@@ -71,7 +71,8 @@ def failure(report: Report) -> str:
     )
     return (
         f"the linear solve ended with {report}; {used}. More damping, another solver or curvature, or better "
-        "trained weights may help. (Said once for each status; h.solve and the history tell of every solve.)"
+        "trained weights may help. (This warning comes once for each status and method; h.solve and the history "
+        "report every solve.)"
     )
 
 
@@ -102,7 +103,7 @@ def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
         )
 
 
-def warn_of_failure(problem: Problem, result: Hypergradient) -> None:
-    """Warn of a failed solve, the first time that a status comes up."""
+def warn_of_failure(problem: Problem, method: object, result: Hypergradient) -> None:
+    """Warn of a failed solve, the first time that a status comes up with a method of these settings."""
     if result.solve is not None and result.solve.status.failed:
-        problem.warn_once(result.solve.status, failure(result.solve))
+        problem.warn_once((result.solve.status, settings_of(method)), failure(result.solve))

@@ -50,7 +50,7 @@ class Tuner:
         hyper_scheduler: the same, once a hyper-step. A scheduler that wants a metric gets the
             last validation loss.
         clip_weights: the largest norm of the training gradient, which is scaled down to it.
-        policy: what to do when a solve fails: "warn" (once a status), "raise", or "skip" the hyper-step.
+        policy: what to do when a solve fails: "warn" (once for each status), "raise", or "skip" the hyper-step.
         seed: of the dropout masks and the like in the hypergradients, one draw for each hyper-step.
         callbacks: functions of the tuner, called after each hyper-step; see `bestresponse.callbacks`.
 
@@ -288,7 +288,7 @@ class Tuner:
             return not useless
         refuse_not_finite(result, f" at hyper-step {number}")
         if self.policy == "warn":
-            warn_of_failure(self.problem, result)
+            warn_of_failure(self.problem, self.method, result)
         elif result.solve is not None and failed:
             raise SolveError(f"at hyper-step {number}, {failure(result.solve)}")
         return True
@@ -312,6 +312,7 @@ class Tuner:
             row["products"] = result.solve.products
             row["residual"] = result.solve.residual
             row["hypergradient_error"] = result.solve.hypergradient_error
+            row["damping_effect"] = result.solve.damping_effect
             row["damping"], row["scale"] = result.solve.damping, result.solve.scale
         return row
 

@@ -5,8 +5,9 @@ They have never heard of problems or losses: ``Neumann(terms=20).solve(A, b)`` t
 
 from .base import Report, Solution, Solver, Status
 from .direct import Exact, Identity
+from .gmres import GMRES
 from .krylov import ConjugateGradient
-from .minimal_residual import GMRES, MINRES
+from .minimal_residual import MINRES
 from .neumann import Neumann
 from .nystrom import Nystrom
 from .stochastic import SOBA

@@ -5,7 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, ClassVar
+
+import torch
 
 from .. import _tree
 from .._tree import Tree
@@ -42,8 +45,9 @@ class Report:
         products: every product with A, those of residual checks and scale estimates included.
         steps: iterations of the algorithm itself.
         residual: ‖b − A x‖ / ‖b‖ of the system that was solved (the damped one where there is a
-            damping); None where no product tells it. For `Neumann` it is that of the last iterate
-            whose residual is known, one term before the one that is returned.
+            damping). It is computed from x by a product, or it is the iteration's own where rounding can
+            have moved that by a tenth at most; None where it is neither. For `Neumann` and `SOBA` it is
+            that of the iterate before the one that is returned.
         warm: whether the solve started from an earlier solution.
         scale: the step α of a Neumann series.
         damping: the δ in (A + δI) x = b.
@@ -51,7 +55,11 @@ class Report:
             of A from conjugate gradient; vᵀA v / vᵀv of its vectors v where it is preconditioned, and from a
             Neumann series.
         hypergradient_error: an estimate of ‖h − h*‖ / ‖h*‖, where h* is the hypergradient of the exact
-            solve, which `bestresponse.Implicit` fills in; None where it is not known.
+            solve of the system that was solved, the damped one where there is a damping;
+            `bestresponse.Implicit` fills it in. None where it is not known.
+        damping_effect: an estimate of ‖h* − h₀‖ / ‖h₀‖, where h₀ is that of the exact solve without damping:
+            how far the damping moved the answer. `bestresponse.Implicit` fills it in. None where there is no
+            damping, or no unique answer without it.
         detail: what happened, in words, where there is something to say.
     """
 
@@ -64,6 +72,7 @@ class Report:
     damping: float | None = None
     curvature: tuple[float, float] | None = None
     hypergradient_error: float | None = None
+    damping_effect: float | None = None
     detail: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
@@ -74,6 +83,7 @@ class Report:
             ("estimated error of the hypergradient", _short(self.hypergradient_error)),
             ("scale", _short(self.scale)),
             ("damping", _short(self.damping)),
+            ("estimated effect of the damping", _short(self.damping_effect)),
             ("start", "the last solution" if self.warm else None),
             ("curvature", "from {:.2g} to {:.2g}".format(*self.curvature) if self.curvature else None),
             ("note", self.detail or None),
@@ -109,21 +119,57 @@ class System:
     Attributes:
         A: the product, which counts its calls.
         b: the right-hand side; it is the solver's to overwrite.
-        residual: x ↦ b − (A + δI) x, computed anew from what the caller gave, at one product.
+        residual: x, δ ↦ b − (A + δI) x, computed anew from what the caller gave, at one product, which may take
+            the part x / p and multiply by p.
         target: turns a tolerance relative to the caller's right-hand side into one relative to this
             ``b``, which is the first residual where the solve starts warm.
+        offset: the norm of the start, in units of the solution of this system.
         diagonal, inverse, memory: as given to `Solver.solve`.
         dropped: the residual, in units of that of zero, of a start that was dropped; None where there was none.
+        eps: the largest relative precision among b's dtypes.
     """
 
     A: Product
     b: Tree
-    residual: Callable[[Tree, float], Tree]
+    residual: Callable[[Tree, float, float], Tree]
     target: float
     diagonal: Tree | None
     memory: Mapping[str, Any]
     inverse: Inverse | None = None
     dropped: float | None = None
+    offset: float = 0.0
+
+    @cached_property
+    def eps(self) -> float:
+        return max(torch.finfo(x.dtype).eps for x in self.b.values())
+
+    def settle(
+        self, x: Tree, damping: float, claimed: float, drift: float, floor: float, goal: float
+    ) -> tuple[float, Tree | None]:
+        """The norm of the residual of x, and the residual itself where it was computed.
+
+        The iteration's own norm ``claimed`` is taken where rounding can have moved it by a tenth at most: by
+        ``drift``. Else it is computed, as in `compute`.
+        """
+        if drift <= 0.1 * claimed:
+            return claimed, None
+        return self.compute(x, damping, floor, goal)
+
+    def compute(self, x: Tree, damping: float, floor: float, goal: float) -> tuple[float, Tree]:
+        """The residual of x at one product, and what is known of its norm.
+
+        Below ``floor``, about ε ‖A + δI‖ ‖x‖, it may be the product's own rounding. Where that is too coarse to tell
+        whether the goal is met, a second product, of a third of x, rounds in another way: then the largest of both
+        residuals and of their difference is known.
+        """
+        left = self.residual(x, damping, 1.0)
+        size = _tree.norm(left)
+        if size < floor <= goal:
+            size = floor
+        elif size < floor:
+            again = self.residual(x, damping, 3.0)
+            size = max(size, _tree.norm(again), _tree.norm(_tree.add_(again, left, -1.0)))
+        return size, left
 
 
 class Counted:
@@ -167,6 +213,11 @@ class Solver(ABC):
     needs_definite: ClassVar[bool] = True
     spoiled: ClassVar[float] = 10.0
     needs_start: ClassVar[bool] = False
+
+    @property
+    def chooses_damping(self) -> bool:
+        """Whether it damps the system as much as it finds necessary."""
+        return False
 
     @property
     def takes_start(self) -> bool:
@@ -264,14 +315,18 @@ class Solver(ABC):
             if not (ratio <= self.spoiled and (along > 0.0 or not self.needs_definite)):
                 start, remaining, ratio, dropped = None, None, 1.0, ratio
         scale = size * ratio
+        offset = 0.0 if start is None else _tree.norm(start) / scale
         unit = _tree.scale(b, 1.0 / scale) if remaining is None else _tree.scale_(remaining, 1.0 / scale)
 
-        def residual(x: Tree, damping: float) -> Tree:
+        def residual(x: Tree, damping: float, part: float = 1.0) -> Tree:
             whole = x if start is None else _tree.add(x, start, 1.0 / scale)
+            whole = whole if part == 1.0 else _tree.scale(whole, 1.0 / part)
             left = add_damping(A(whole), whole, damping)
-            return _tree.add(_tree.scale(b, 1.0 / scale), left, -1.0)
+            return _tree.add(_tree.scale(b, 1.0 / scale), left, -part)
 
-        solution = self.iterate(System(A, unit, residual, 1.0 / ratio, diagonal, memory, inverse, dropped))
+        solution = self.iterate(
+            System(A, unit, residual, 1.0 / ratio, diagonal, memory, inverse, dropped, offset)
+        )
         del unit
         x = _tree.scale_(solution.x, scale)
         if start is not None:
@@ -284,6 +339,9 @@ class Solver(ABC):
             residual=None if known is None else known * ratio,
         )
         left = None if solution.residual is None else _tree.scale_(solution.residual, scale)
+        if _tree.not_finite(x):  # larger than its dtype holds
+            report = replace(report, status=Status.NOT_FINITE, residual=1.0)
+            x, left = _tree.zeros_like(x), None
         return Solution(x, report, solution.memory, left)
 
     def shift(self, memory: Mapping[str, Any]) -> float:
@@ -297,6 +355,17 @@ class Solver(ABC):
     def opening(self) -> "Solver":
         """The solver for the first solve of a run of warm-started ones, which has nothing to start from."""
         return self
+
+
+def no_unique_answer(curvature: tuple[float, float], eps: float) -> str:
+    """What to say of a curvature without damping that is indefinite or singular, to rounding; else nothing."""
+    lowest, highest = curvature
+    rounding = 10.0 * eps * max(abs(lowest), abs(highest))
+    if lowest > rounding:
+        return ""
+    if lowest < -rounding:
+        return "no unique answer: negative curvature, the weights are at no minimum of the training loss"
+    return "no unique answer: the curvature is singular"
 
 
 def add_damping(product: Tree, v: Tree, damping: float) -> Tree:

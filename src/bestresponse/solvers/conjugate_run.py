@@ -6,17 +6,19 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import Status
+from .base import Status, System
 from .preconditioning import Pair
 
 
 class Run:
     """The iterate, its residual (in the place of b), and the best of them; what was met on the way."""
 
-    def __init__(self, b: Tree, preconditioned_target: float | None) -> None:
-        self.x, self.r = _tree.zeros_like(b), b
+    def __init__(self, system: System) -> None:
+        self.x, self.r = _tree.zeros_like(system.b), system.b
         self.step = 0
         self.residual = self.smallest = 1.0
+        # What is known of the residual's norm, once it was computed from the iterate; None after a step.
+        self.known: float | None = 1.0
         self.lowest, self.highest = math.inf, -math.inf
         self.status = Status.STEP_LIMIT
         self.pairs: list[Pair] = []
@@ -24,20 +26,37 @@ class Run:
         self.pivots: list[float] = []
         self.ratios: list[float] = []
         self._kept: Tree | None = None
-        eps = max(torch.finfo(x.dtype).eps for x in b.values())
-        self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in b.values())
-        # Steps along a residual of this size change nothing in the sum, and its square may underflow. A
-        # preconditioner mixes the entries of a residual below the precision of b, which makes it rounding.
-        self.floor = eps * eps if preconditioned_target is None else eps * preconditioned_target
-        # Whether the coefficients have stopped to be those of the Lanczos process.
+        self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in system.b.values())
+        self._eps = system.eps
+        # A bound on the norm of the solution, that of the start included.
+        self._length = system.offset
+        # Rounding has moved the recurrence away from the residual: its coefficients are no longer those of the
+        # Lanczos process, and its directions no longer conjugate.
         self.at_rounding = False
+        # Whether the next direction is the residual itself.
+        self.restarts = False
+        # Whether the residual has stopped to fall since it is at rounding.
+        self.exhausted = False
+        self._safe: tuple[Tree, float] | None = None
         # The smallest and the largest pᵀ(A + δI)p by the norm that the preconditioner makes.
         self._least, self._most = math.inf, 0.0
 
-    @property
-    def best(self) -> Tree:
-        """The iterate with the smallest residual, which is the present one unless another was kept."""
-        return self.x if self._kept is None else self._kept
+    def drift(self, damping: float) -> float:
+        """How far rounding can move the recurrence from the residual (Greenbaum, 1997): ε ‖A + δI‖ ‖x‖."""
+        return self._eps * (abs(self.highest) + damping) * self._length
+
+    def answer(self, failed: bool) -> tuple[Tree, float]:
+        """The iterate to return, and its residual.
+
+        That is the last one, which is the best in the norm of A. Of a solve that failed it is the one of the
+        smallest residual; at rounding, where the last one may be any, the one of the smallest computed residual.
+        """
+        last = self.residual if self.known is None else self.known
+        if self._safe is not None and (failed or self._safe[1] < last):
+            return self._safe
+        if failed:
+            return (self.x if self._kept is None else self._kept), self.smallest
+        return self.x, last
 
     def accepts(self, along: float, square: float, damping: float, rz: float | None) -> bool:
         """Whether the curvature along a direction is positive, beyond rounding.
@@ -78,15 +97,29 @@ class Run:
         values = torch.linalg.eigvalsh(matrix)
         return float(values[0]) - damping, float(values[-1]) - damping
 
-    def recompute(self, residual: Tree, p: Tree, product: Tree, step: float, damping: float) -> None:
-        """Take the residual that was computed anew; where the recurrence has drifted from it, conjugacy is lost."""
-        _tree.add_(_tree.add_(self.r, product, -step), p, -step * damping)
-        drift = _tree.norm(_tree.add_(self.r, residual, -1.0))
-        self.at_rounding = self.at_rounding or not drift <= 0.1 * _tree.norm(residual)
-        self.r = residual
+    def check(self, size: float, residual: Tree) -> bool:
+        """Take the residual that was computed, of whose norm ``size`` is known; whether to go on.
 
-    def advance(self, p: Tree, step: float) -> None:
+        Where rounding has moved the recurrence away from it, the directions begin anew, as long as the residual
+        halves from one such check to the next.
+        """
+        computed = _tree.norm(residual)
+        lost = not _tree.norm(_tree.add_(self.r, residual, -1.0)) <= 0.1 * computed
+        self.r, self.residual, self.known = residual, computed, size
+        self.restarts = lost
+        if not lost:
+            return True
+        self.at_rounding = True
+        falls = self._safe is None or size <= 0.5 * self._safe[1]
+        if self._safe is None or size < self._safe[1]:
+            self._safe = _tree.copy(self.x), size
+        self.exhausted = not falls
+        return falls
+
+    def advance(self, p: Tree, step: float, square: float) -> None:
         self.step += 1
+        self.known = None
+        self._length += abs(step) * math.sqrt(square)
         _tree.add_(self.x, p, step)
 
     def measure(self, p: Tree, step: float) -> bool:

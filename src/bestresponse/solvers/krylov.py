@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError
 from .base import (
     Counted,
     Report,
@@ -17,6 +17,7 @@ from .base import (
     System,
     Tolerance,
     at_present,
+    no_unique_answer,
     require,
     require_integer,
     require_number,
@@ -26,9 +27,10 @@ from .conjugate_run import Run
 from .preconditioning import (
     Pair,
     Preconditioner,
-    checked,
+    check_preconditioner,
     diagonal_inverse,
     estimated_diagonal,
+    given_inverse,
     pair,
     quasi_newton,
 )
@@ -38,6 +40,7 @@ _CHECK_EVERY = 10
 _RUNAWAY = 100.0
 _FIRST_DAMPING = 1e-4
 _RAISE = 10.0
+_UNSEEN_DAMPING = 1.5e-2
 _UNDERDAMPED = (Status.NEGATIVE_CURVATURE, Status.DIVERGED)
 _RAISES = 5
 # The first of a run of warm-started solves goes on up to so many steps, while the residual is above this.
@@ -97,16 +100,15 @@ class ConjugateGradient(Solver):
             raise ArgumentError(
                 f'ConjugateGradient.diagonal must be True, False or "estimate"; got {self.diagonal!r}.'
             )
-        known = self.preconditioner is None or callable(self.preconditioner) or self._makes_inverses
-        if not known or isinstance(self.preconditioner, type):
-            raise ArgumentTypeError(
-                "ConjugateGradient.preconditioner must be a function r -> M⁻¹r, or a curvature that has an inverse, "
-                f"such as KFAC(predict, loss, rest); got {self.preconditioner!r}."
-            )
+        check_preconditioner("ConjugateGradient", self.preconditioner)
         if self.preconditioner is not None and self.diagonal:
             raise ArgumentError(
                 "ConjugateGradient takes a preconditioner or a diagonal; got both. Leave one of them out."
             )
+
+    @property
+    def chooses_damping(self) -> bool:
+        return self.damping is None
 
     def opening(self) -> Solver:
         if self.max_steps >= _FIRST_STEPS or type(self) is not ConjugateGradient:
@@ -136,22 +138,25 @@ class ConjugateGradient(Solver):
                 break
             # A start that an indefinite system made is worth nothing to the one with more damping.
             solution = super().attempt(A, b, size, None, solution.memory, **known)
-            detail = "the damping was raised: there was negative curvature, or hardly any"
+            raised = "the damping was raised: there was negative curvature, or hardly any"
+            detail = "; ".join(filter(None, (raised, solution.report.detail)))
             solution = replace(solution, report=replace(solution.report, detail=detail))
         return solution
 
     def iterate(self, system: System) -> Solution:
         damping = None if self._chooses_now(system) else self.shift(system.memory)
-        run = Run(system.b, system.target if self._preconditioned else None)
+        goal = system.target * at_present(self.tolerance)
+        run = Run(system)
         precondition = self._preconditioner(system, damping)
         p: Tree | None = None
         rz = 1.0
-        while self._goes_on(run, system.target):
+        while self._goes_on(run, goal, system.target):
             p, rz = self._direction(run, precondition(run.r), p, rz)
             product = system.A(p)
             along, square = _tree.dot(p, product), _tree.dot(p, p)
             if damping is None:
-                damping = _FIRST_DAMPING * abs(along) / square if math.isfinite(along) else 0.0
+                size = _tree.norm(product) / math.sqrt(square)
+                damping = _FIRST_DAMPING * size if math.isfinite(size) else 0.0
             curvature = along + damping * square
             if not run.at_rounding:
                 run.pivots.append(curvature / rz)
@@ -160,15 +165,22 @@ class ConjugateGradient(Solver):
             step = rz / curvature
             if self.recycle:
                 run.pairs.append(pair(p, product, damping, curvature))
-            run.advance(p, step)
-            if run.step % _CHECK_EVERY == 0 and run.step < self.max_steps:
-                run.recompute(system.residual(run.x, damping), p, product, step, damping)
-            else:
-                _tree.add_(_tree.add_(run.r, product, -step), p, -step * damping)
+            run.advance(p, step, square)
+            _tree.add_(_tree.add_(run.r, product, -step), p, -step * damping)
+            del product
             if not run.measure(p, step):
                 break
-            del product
-        return self._finish(run, system, damping or 0.0)
+            if self._must_compute(run, goal, damping):
+                if not run.check(*system.compute(run.x, damping, run.drift(damping), goal)):
+                    break
+                p = None if run.restarts else p
+        return self._finish(run, system, damping or 0.0, goal)
+
+    def _must_compute(self, run: Run, goal: float, damping: float) -> bool:
+        """Whether to compute the residual: now and then, and wherever the recurrence may be rounding."""
+        last = run.step == self.max_steps
+        now_and_then = run.at_rounding if last else run.step % _CHECK_EVERY == 0
+        return now_and_then or run.residual <= max(goal, 10.0 * run.drift(damping))
 
     def _direction(self, run: Run, z: Tree, p: Tree | None, previous: float) -> tuple[Tree, float]:
         """The next direction, conjugate to the last one ``p``, in its place; and rᵀz."""
@@ -179,10 +191,8 @@ class ConjugateGradient(Solver):
             run.ratios.append(rz / previous)
         return _tree.add_(_tree.scale_(p, rz / previous), z), rz
 
-    def _goes_on(self, run: Run, target: float) -> bool:
-        return (
-            run.residual > max(at_present(self.tolerance) * target, run.floor) and run.step < self.max_steps
-        )
+    def _goes_on(self, run: Run, goal: float, target: float) -> bool:
+        return run.residual > goal and run.step < self.max_steps
 
     def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
         """The same for the whole solve. A solve that has yet to choose its damping has none.
@@ -195,15 +205,8 @@ class ConjugateGradient(Solver):
             system.memory = {**system.memory, "diagonal": estimate}
             diagonal = estimate[0]
         initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
-        if self._makes_inverses:
-            if system.inverse is None:
-                raise ArgumentError(
-                    f"the preconditioner {self.preconditioner!r} needs a problem and a batch: solve through "
-                    "Implicit(...), or give its inverse to solve."
-                )
-            initial = None if damping is None else system.inverse(damping)
-        elif self.preconditioner is not None:
-            initial = checked(self.preconditioner)
+        if self.preconditioner is not None:
+            initial = given_inverse(self.preconditioner, system, damping)
         pairs = _kept_pairs(system) if self.recycle else []
         if pairs and damping is not None:
             return quasi_newton(pairs, initial)
@@ -213,35 +216,37 @@ class ConjugateGradient(Solver):
     def _preconditioned(self) -> bool:
         return bool(self.diagonal or self.recycle or self.preconditioner)
 
-    @property
-    def _makes_inverses(self) -> bool:
-        """Whether the preconditioner is a curvature, of which the caller makes the inverse."""
-        return hasattr(self.preconditioner, "inverse") and hasattr(self.preconditioner, "linearise")
-
     def _chooses_now(self, system: System) -> bool:
         return self.damping is None and "damping" not in system.memory
 
-    def _finish(self, run: Run, system: System, damping: float) -> Solution:
-        target = system.target
-        converged = max(at_present(self.tolerance) * target, run.floor)
+    def _finish(self, run: Run, system: System, damping: float, goal: float) -> Solution:
         status = run.status
-        if status is Status.STEP_LIMIT and run.residual <= converged:
+        if status is Status.STEP_LIMIT and run.known is not None and run.known <= goal:
             status = Status.CONVERGED
-        elif status is Status.STEP_LIMIT and run.residual > _RUNAWAY * target:
+        elif status is Status.STEP_LIMIT and run.residual > _RUNAWAY * system.target:
             status = Status.DIVERGED
-        x, residual = (run.best, run.smallest) if status.failed else (run.x, run.residual)
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
         ritz = None if self._preconditioned else run.ritz_values(damping)  # else they are those of M⁻¹A
         detail = ""
         if status is Status.DIVERGED:
-            detail = f"the last residual was {run.residual / target:.2g} times that of zero"
+            detail = f"the last residual was {run.residual / system.target:.2g} times that of zero"
+        elif run.exhausted or (status is Status.STEP_LIMIT and run.residual <= goal):
+            detail = f"the residual is as small as {_tree.vector_dtype(run.x)} products make it"
+        spectrum = ritz or met
+        if spectrum is not None and (unanswered := no_unique_answer(spectrum, system.eps)):
+            detail = "; ".join(filter(None, (detail, unanswered)))
+        x, residual = run.answer(status.failed)
+        if status.failed:
+            residual, _ = system.settle(x, damping, residual, run.drift(damping), 0.0, goal)
+            if not residual <= 1.0 or _tree.not_finite(x):
+                x, residual = _tree.zeros_like(x), 1.0
         report = Report(
             status,
             run.step,
             run.step,
             residual,
             damping=damping or None,
-            curvature=ritz or met,
+            curvature=spectrum,
             detail=detail,
         )
         memory = dict(system.memory)
@@ -251,8 +256,13 @@ class ConjugateGradient(Solver):
             if status in _UNDERDAMPED:
                 memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
             else:
-                memory["damping"] = max(damping / 2.0, _FIRST_DAMPING * run.highest)
-        return Solution(x, report, memory, None if status.failed else run.r)
+                floor = _FIRST_DAMPING
+                if system.offset or system.dropped is not None:
+                    first = 1.0 / system.target if system.dropped is None else 1.0
+                    memory["unseen"] = 0.7 * memory.get("unseen", 1.0) + 0.3 * min(first, 1.0)
+                    floor += _UNSEEN_DAMPING * memory["unseen"] ** 2
+                memory["damping"] = max(damping / 2.0, floor * run.highest)
+        return Solution(x, report, memory, run.r if x is run.x and not status.failed else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,9 +271,9 @@ class _Opening(ConjugateGradient):
 
     least: int = 0
 
-    def _goes_on(self, run: Run, target: float) -> bool:
-        wanted = run.step < self.least or run.residual > _FIRST_RESIDUAL * target
-        return wanted and super()._goes_on(run, target)
+    def _goes_on(self, run: Run, goal: float, target: float) -> bool:
+        promising = _FIRST_RESIDUAL * target < run.residual <= min(run.smallest, target)
+        return (run.step < self.least or promising) and super()._goes_on(run, goal, target)
 
 
 def _kept_pairs(system: System) -> list[Pair]:

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from .. import _tree
 from .._tree import Tree
 from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
@@ -16,6 +14,8 @@ _GROWTH = 2.0
 _FIRST_ESTIMATE = 8
 _REFRESH = 2
 _LOWERINGS = 20
+# What a series whose terms have vanished may leave of the right-hand side.
+_LEFT = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,17 +81,13 @@ class Neumann(Solver):
             solution = Solution(solution.x, replace(solution.report, detail=detail), memory)
         return solution
 
-    def _residual(self, size: float) -> float | None:
-        """What is known of it: with a matrix of its own for each product there is none."""
-        return None if self.fresh_batches or not self.terms else size
-
     def _series(self, system: System, scale: float, memory: dict[str, Any]) -> Solution:
         """The sum of the terms pʲ = (I − αA)ʲ b; the residual of the sum up to j − 1 is pʲ itself."""
         term = system.b
         total = _tree.copy(term)
         # Terms of this size are lost in the sum, and their squares may underflow.
-        precision = max(torch.finfo(x.dtype).eps for x in term.values()) ** 2
-        smallest = size = 1.0
+        precision = system.eps**2
+        smallest = size = length = 1.0
         best: Tree | None = None
         lowest, highest = math.inf, -math.inf
         status = Status.STEP_LIMIT
@@ -116,22 +112,33 @@ class Neumann(Solver):
                 status = Status.NEGATIVE_CURVATURE if negative else Status.DIVERGED
                 continue
             term = following
+            length += size
             _tree.add_(total, term)
             if size < precision:
                 status = Status.CONVERGED
         if status.failed:
-            total = best if best is not None else _tree.add(total, term, -1.0)
+            size, total = smallest, best if best is not None else _tree.add(total, term, -1.0)
+        x = _tree.scale_(total, scale)
+        # The residual of the sum without its last term, from above where the series converges.
+        residual: float | None = size
+        left: Tree | None = term
+        if self.fresh_batches or not self.terms:
+            residual = left = None
+        elif size <= 10.0 * system.eps * length:
+            # The terms are rounding beside their sum.
+            floor = system.eps * max(abs(lowest), abs(highest)) * _tree.norm(x)
+            residual, left = system.compute(x, 0.0, floor, _LEFT)
+            if status is Status.CONVERGED and residual > _LEFT:
+                status = Status.STEP_LIMIT
         report = Report(
             status,
             products=steps,
             steps=steps,
-            residual=self._residual(smallest if status.failed else size),
+            residual=residual,
             scale=scale,
             curvature=(lowest, highest) if lowest <= highest else None,
         )
-        # The residual of the sum without its last term, from above where the series converges.
-        left = None if status.failed or self.fresh_batches or not self.terms else term
-        return Solution(_tree.scale_(total, scale), report, memory, left)
+        return Solution(x, report, memory, None if status.failed else left)
 
 
 def largest_curvature(system: System, refresh: int) -> tuple[float, Tree]:

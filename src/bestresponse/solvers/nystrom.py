@@ -58,7 +58,7 @@ class Nystrom(Solver):
             flat = b.div(self.damping)
             seen = seen - inside.double() / self.damping
         x = _tree.unflatten(flat.addmv_(basis, seen.to(b.dtype)), system.b)
-        left = system.residual(x, self.damping)
+        left = system.residual(x, self.damping, 1.0)
         residual = _tree.norm(left)
         status = Status.CONVERGED if residual <= _CONVERGED * system.target else Status.STEP_LIMIT
         if not residual <= system.target:

@@ -1,4 +1,4 @@
-"""Preconditioners of conjugate gradient: a known diagonal, and the curvature that earlier solves met."""
+"""Preconditioners: a function or a curvature's inverse, a known diagonal, and the curvature that earlier solves met."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError
-from .base import Product
+from ..errors import ArgumentError, ArgumentTypeError
+from .base import Product, System
 
 _FIRST_ESTIMATE = 8
 _REFRESH = 1
@@ -27,8 +27,40 @@ def pair(p: Tree, product: Tree, damping: float, curvature: float) -> Pair:
     return s.mul(size), y.add_(s, alpha=damping).mul_(size)
 
 
+def makes_inverses(preconditioner: object) -> bool:
+    """Whether the preconditioner is a curvature, of which the caller makes the inverse."""
+    return hasattr(preconditioner, "inverse") and hasattr(preconditioner, "linearise")
+
+
+def check_preconditioner(owner: str, preconditioner: object) -> None:
+    """Raise for a solver's argument that is neither None, a function, nor a curvature with an inverse."""
+    known = preconditioner is None or callable(preconditioner) or makes_inverses(preconditioner)
+    if not known or isinstance(preconditioner, type):
+        raise ArgumentTypeError(
+            f"{owner}.preconditioner must be a function r -> M⁻¹r, or a curvature that has an inverse, "
+            f"such as KFAC(predict, loss, rest); got {preconditioner!r}."
+        )
+
+
+def given_inverse(
+    preconditioner: Preconditioner | object | None, system: System, damping: float | None
+) -> Preconditioner | None:
+    """M⁻¹ at this damping; None without a preconditioner, and for a curvature while no damping is chosen."""
+    if preconditioner is None:
+        return None
+    if not makes_inverses(preconditioner):
+        assert callable(preconditioner)
+        return checked(preconditioner)
+    if system.inverse is None:
+        raise ArgumentError(
+            f"the preconditioner {preconditioner!r} needs a problem and a batch: solve through "
+            "Implicit(...), or give its inverse to solve."
+        )
+    return None if damping is None else system.inverse(damping)
+
+
 def checked(preconditioner: Preconditioner) -> Preconditioner:
-    """A caller's preconditioner; raises where it is none."""
+    """A caller's preconditioner; raises if its result does not fit, or if it is not positive definite."""
 
     def apply(r: Tree) -> Tree:
         z = preconditioner(r)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _tree
+from .._tree import Tree
 from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
 from .neumann import largest_curvature
 
@@ -65,12 +66,16 @@ class SOBA(Solver):
                 return Solution(zero, Report(Status.NOT_FINITE, 0, 0, 1.0), dict(system.memory))
             step_size = 0.5 / top if top > 0.0 else 1.0
         x, r = _tree.copy(zero), system.b
-        size, status = 1.0, Status.STEP_LIMIT
+        size, length, status = 1.0, 1.0, Status.STEP_LIMIT
         for step in range(self.steps):
             rate = step_size / (1.0 + self.decay * memory["count"])
             if step:
                 # Another batch has another residual of the whole of x.
-                r = system.residual(x, 0.0) if self.fresh_batches else _tree.add(r, system.A(r), -earlier)
+                r = (
+                    system.residual(x, 0.0, 1.0)
+                    if self.fresh_batches
+                    else _tree.add(r, system.A(r), -earlier)
+                )
                 size = _tree.norm(r)
             if not size <= (self.spoiled if self.fresh_batches else _GROWTH):
                 status = Status.DIVERGED if math.isfinite(size) else Status.NOT_FINITE
@@ -78,8 +83,14 @@ class SOBA(Solver):
                 break
             _tree.add_(x, r, rate)
             earlier = rate
+            length += size
             memory["count"] += 1
-        known = None if self.fresh_batches else size
+        # The residual before the last step, as with `Neumann`.
+        known: float | None = size
+        left: Tree | None = r
+        if self.fresh_batches:
+            known = left = None
+        elif size <= 10.0 * system.eps * length:  # rounding
+            known, left = system.compute(x, 0.0, 0.0, 0.0)
         report = Report(status, self.steps - 1, self.steps, known, scale=step_size)
-        # The residual before the last step, as `Neumann` tells it.
-        return Solution(x, report, memory, None if status.failed or self.fresh_batches else r)
+        return Solution(x, report, memory, None if status.failed else left)

@@ -1,0 +1,109 @@
+"""Minimal residuals with every basis vector kept: for curvatures that are not symmetric."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import _tree
+from .._tree import Tree
+from .base import System, add_damping
+from .minimal_residual import Cycle, MinimalResidual
+from .preconditioning import Preconditioner
+
+
+@dataclass(frozen=True, eq=False)
+class GMRES(MinimalResidual):
+    """Solve (A + δI) x = b by minimal residuals with every basis vector kept, for an A that need not be symmetric.
+
+    The same iterates as `MINRES` where A is symmetric and arithmetic exact. It keeps a vector for each step, and in
+    return neither rounding nor an A that is not quite symmetric (differences of gradients, low precision) cost it its
+    orthogonality. It gives A⁻¹b, where the other solvers' theory has A = Aᵀ.
+
+    Args:
+        max_steps: the largest number of steps, and of vectors kept; ≥ 1.
+        tolerance: the residual, relative to b, to stop at; ≥ 0. Or a function of the number of solves before.
+        damping: δ ≥ 0.
+        preconditioner: M⁻¹ as a function r ↦ M⁻¹ r of dicts of tensors, or a curvature with an inverse, such as
+            `KFAC`. It is applied from the right, so that the residual is minimal in its usual norm.
+
+    Reference: Saad and Schultz (1986).
+    """
+
+    def cycle(
+        self, system: System, b: Tree, goal: float, limit: int, precondition: Preconditioner | None
+    ) -> Iterator[Cycle]:
+        basis = [_tree.copy(b)]
+        columns: list[list[float]] = []
+        rotations, residual, invariant = _Rotations(), 1.0, False
+        while len(columns) < limit and residual > goal:
+            z = basis[-1] if precondition is None else precondition(basis[-1])
+            y = add_damping(system.A(z), z, self.damping)
+            size, column = _tree.norm(y), [0.0] * len(basis)
+            if not math.isfinite(size):
+                yield Cycle(basis[0], math.nan, math.inf, 0.0, len(columns) + 1, False, [])
+                return
+            y = _tree.copy(y)
+            for _ in range(2):  # twice is enough, to rounding
+                for index, q in enumerate(basis):
+                    along = _tree.dot(q, y)
+                    column[index] += along
+                    y = _tree.add_(y, q, -along)
+            after = _tree.norm(y)
+            invariant = after <= 10.0 * system.eps * size
+            columns.append([*column, 0.0 if invariant else after])
+            residual = rotations.add(columns[-1])
+            if invariant:
+                break
+            basis.append(_tree.scale_(y, 1.0 / after))
+        matrix = _hessenberg(columns)
+        within = residual <= goal
+        residual, weights = _least_squares(matrix, system.eps)
+        # Without the singular values that are rounding no more can be had.
+        exhausted = residual > goal and (invariant or within)
+        x = _tree.zeros_like(b)
+        for weight, q in zip(weights.tolist(), basis, strict=False):
+            x = _tree.add_(x, q, weight)
+        norm, drift = float(torch.linalg.matrix_norm(matrix, 2)) if columns else 0.0, math.inf
+        if precondition is None:
+            drift = system.eps * len(columns) * norm * float(weights.norm())
+        else:
+            x, norm = _tree.copy(precondition(x)), 0.0  # that of A M⁻¹
+        square = matrix[:-1]
+        ritz = (torch.linalg.eigvalsh((square + square.T) / 2) - self.damping).tolist() if columns else []
+        yield Cycle(x, residual, drift, norm, len(columns), exhausted, ritz if precondition is None else [])
+
+
+def _hessenberg(columns: list[list[float]]) -> torch.Tensor:
+    """H with A Q_k = Q_{k+1} H, [k + 1, k]."""
+    k = len(columns)
+    padded = [[*column, *[0.0] * (k + 1 - len(column))] for column in columns]
+    return torch.tensor(padded, dtype=torch.float64).reshape(k, k + 1).T
+
+
+def _least_squares(matrix: torch.Tensor, eps: float) -> tuple[float, torch.Tensor]:
+    """The smallest ‖e₁ − H y‖, and its y of smallest norm; singular values of H that are rounding are left out."""
+    first = torch.zeros(len(matrix), dtype=torch.float64)
+    first[0] = 1.0
+    y = torch.linalg.pinv(matrix, rtol=4.0 * eps) @ first
+    return float(torch.linalg.vector_norm(first - matrix @ y)), y
+
+
+class _Rotations:
+    """The Givens rotations that make H triangular: they tell the smallest ‖e₁ − H y‖ after each column."""
+
+    def __init__(self) -> None:
+        self._rotations: list[tuple[float, float]] = []
+        self._residual = 1.0
+
+    def add(self, column: list[float]) -> float:
+        *above, below = column
+        for index, (c, s) in enumerate(self._rotations):
+            upper, lower = above[index], above[index + 1]
+            above[index], above[index + 1] = c * upper + s * lower, c * lower - s * upper
+        size = math.hypot(above[-1], below)
+        c, s = (above[-1] / size, below / size) if size > 0.0 else (0.0, 1.0)
+        self._rotations.append((c, s))
+        self._residual *= abs(s)
+        return self._residual
