@@ -21,7 +21,6 @@ from .retraining import Retraining, retrain
 from .spectrum import Spectrum
 
 _CLOSE = 0.2
-_FEW = 20
 _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ERROR  "}
 
 
@@ -196,11 +195,7 @@ def _advice(bench: Bench, known: Spectrum | None, retraining: Retraining | None,
             "on smooth networks, or Penalty(steps, step_size)."
         )
     else:
-        count = _tree.size(bench.problem.hyperparameters)
-        text = (
-            "Implicit()" if count > _FEW else "Implicit(ConjugateGradient(20, damping=None), warm_start=True)"
-        )
-        text += ", made once before the loop"
+        text = _start_with(bench, rows)
         if known.lowest < 0.0:
             text += "; where the loss splits, with curvature=GaussNewton(predict, loss, rest)"
         if any(type(m).__name__.startswith("Dropout") and m.training for m in bench.problem.model.modules()):
@@ -211,9 +206,26 @@ def _advice(bench: Bench, known: Spectrum | None, retraining: Retraining | None,
     return text + _closest(retraining, rows)
 
 
+def _start_with(bench: Bench, rows: list[Row]) -> str:
+    """The method that we recommend for so many hyperparameters, or another where the table shows that it fails."""
+    first = methods.FOR_FEW if _tree.size(bench.problem.hyperparameters) <= methods.FEW else "Implicit()"
+    failed = {r.method for r in rows if r.failed}
+    if first not in failed:
+        return f"{first}, made once before the loop"
+    others = [r for r in rows if not r.failed and r.cosine is not None and r.seconds is not None]
+    if not others:
+        return "no method of the table, since each fails: train further, or add a regulariser to train_loss"
+    best = max(others, key=lambda r: r.cosine or -1.0)
+    return f"{best.method}, since {first} fails here: its solve ends with {_said(rows, first)}"
+
+
+def _said(rows: list[Row], method: str) -> str:
+    return next(r.said for r in rows if r.method == method)
+
+
 def _closest(retraining: Retraining | None, rows: list[Row]) -> str:
     """Which of the compared methods is near the re-training at the lowest price."""
-    ran = [r for r in rows if r.slope is not None and r.seconds is not None]
+    ran = [r for r in rows if r.slope is not None and r.seconds is not None and not r.failed]
     if retraining is None or not ran or abs(retraining.slope) <= 5.0 * retraining.error:
         return ""
     ratios = {r.method: (r.slope or 0.0) / retraining.slope for r in ran}

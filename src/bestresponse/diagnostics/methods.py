@@ -15,10 +15,14 @@ from ..curvature import FiniteDifference
 from ..errors import Error
 from ..implicit import Direct, Implicit, Method, hypergradient
 from ..penalty import Penalty
-from ..solvers import ConjugateGradient, Identity, Neumann
+from ..solvers import GMRES, MINRES, ConjugateGradient, Identity, Neumann
 from ..unrolled import Unrolled
 from .findings import Bench
 from .spectrum import Spectrum
+
+# So many hyperparameters are few, and more steps can be afforded.
+FEW = 20
+FOR_FEW = "Implicit(ConjugateGradient(20, damping=None), warm_start=True)"
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Row:
         products: with the curvature, in a call after the first.
         seconds, memory: of that call, in training gradients; None where not measured.
         said: the status of its solve, or the error.
+        failed: whether it ended in an error, or its solve failed.
     """
 
     method: str
@@ -41,6 +46,7 @@ class Row:
     seconds: float | None
     memory: float | None
     said: str
+    failed: bool = False
 
 
 def candidates(bench: Bench, spectrum: Spectrum) -> dict[str, Method]:
@@ -53,8 +59,13 @@ def candidates(bench: Bench, spectrum: Spectrum) -> dict[str, Method]:
             "Implicit(curvature=FiniteDifference())": Implicit(curvature=FiniteDifference()),
             f"Penalty(10, {rate:.2g})": Penalty(10, rate),
         }
-    found: dict[str, Method] = {
-        "Implicit()": Implicit(),
+    found: dict[str, Method] = {"Implicit()": Implicit()}
+    if _tree.size(bench.problem.hyperparameters) <= FEW:
+        found[FOR_FEW] = Implicit(ConjugateGradient(20, damping=None), warm_start=True)
+    if spectrum.indefinite:
+        found["Implicit(MINRES(20))"] = Implicit(MINRES(20))
+        found["Implicit(solvers.GMRES(20))"] = Implicit(GMRES(20))
+    found |= {
         "Implicit(Neumann(20))": Implicit(Neumann(20)),
         "Implicit(Neumann(3))": Implicit(Neumann(3)),
         "Implicit(Identity())": Implicit(Identity()),
@@ -95,7 +106,7 @@ def compare(
             memory = None if unit is None else measuring.peak_bytes(call) / max(1, unit)
             h = call()
         except Error as error:
-            rows.append(Row(name, None, None, None, None, None, str(error)))
+            rows.append(Row(name, None, None, None, None, None, str(error), failed=True))
             continue
         size = _tree.norm(h.total)
         rows.append(
@@ -107,6 +118,7 @@ def compare(
                 taken["call"] / taken["gradient"],
                 memory,
                 "" if h.solve is None else str(h.solve.status),
+                h.solve is not None and h.solve.status.failed,
             )
         )
     return rows

@@ -41,6 +41,11 @@ class Spectrum:
     gradient: float
     to_gain: float
 
+    @property
+    def indefinite(self) -> bool:
+        """Whether there is negative curvature beyond rounding."""
+        return self.lowest < -_ILL * max(abs(self.lowest), abs(self.highest))
+
 
 def examine(bench: Bench) -> Spectrum | None:
     """Measure curvature and stationarity; None where products are not finite."""
@@ -89,13 +94,14 @@ def _tell(bench: Bench, spectrum: Spectrum) -> None:
         else f"{seen} from {low:.3g} to {high:.3g}.",
     )
     size = max(abs(low), abs(high))
-    if low < -_ILL * size:
+    if spectrum.indefinite:
         bench.say(
             "warning",
             "curvature",
             "the Hessian is indefinite, so that a Neumann series diverges and undamped conjugate gradient stops. Give "
             "GaussNewton(predict, loss, rest) as the curvature where the loss is convex in the outputs; or let "
-            "ConjugateGradient(damping=None) choose a damping, as Implicit() does.",
+            "ConjugateGradient(damping=None) choose a damping, as Implicit() does. MINRES and GMRES solve the "
+            "indefinite system as it is; its solution need not lower the validation loss.",
         )
     if spectrum.smallest <= (_SINGULAR if spectrum.whole else _ILL) * size or high <= 0.0:
         bench.say(
@@ -109,9 +115,8 @@ def _tell(bench: Bench, spectrum: Spectrum) -> None:
 def tell_stationarity(bench: Bench, spectrum: Spectrum, loss: float, fallen: float | None) -> None:
     """Say how far the weights are from where the training loss stands still; by how much training lowered it."""
     said = f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}"
-    bounded = spectrum.lowest >= -_ILL * max(abs(spectrum.lowest), abs(spectrum.highest))
     gains = [fallen] if fallen is not None else []
-    if bounded:
+    if not spectrum.indefinite:
         gains.append(spectrum.to_gain)
         said += (
             f"; by a quadratic model the loss of this batch, {loss:.3g}, could fall by {spectrum.to_gain:.3g}"
