@@ -12,8 +12,8 @@ from torch import nn
 
 import bestresponse as br
 from bestresponse import _batch_norm, _convolution
-from bestresponse._convolution import plain
-from bestresponse._layers import cheap_layers
+from bestresponse._forms import second_derivatives
+from bestresponse._tensors import plain
 
 CONVOLUTIONS = {
     "plain": {},
@@ -85,7 +85,7 @@ def test_three_orders_of_derivatives_of_a_convolution_are_torchs(dimensions, cas
     layer, x = convolution(dimensions, CONVOLUTIONS[case])
     inputs = [x, *layer.parameters()]
     plain = derivatives(layer, x, inputs)
-    with cheap_layers():
+    with second_derivatives():
         ours = derivatives(layer, x, inputs)
         cheap = "_Convolution" in str(layer(x).grad_fn)
     assert cheap == (case != "same with unequal sides")
@@ -104,9 +104,9 @@ def test_three_orders_of_derivatives_of_a_batch_norm_are_those_of_its_definition
     inputs = [x, *layer.parameters()]
     plain = derivatives(lambda x: plain_norm(layer, x), x, inputs)
     torch.testing.assert_close(plain[0], copy.deepcopy(layer)(x))
-    with cheap_layers():
+    with second_derivatives():
         ours = derivatives(layer, x, inputs)
-        assert ("_BatchNorm" in str(layer(x).grad_fn)) == (training or not tracked)
+        assert ("_Normalised" in str(layer(x).grad_fn)) == (training or not tracked)
     same(plain, ours)
 
 
@@ -132,7 +132,7 @@ def test_what_is_asked_for_alone(name, wanted):
         return [*first, *again, *second]
 
     plain = found()
-    with cheap_layers():
+    with second_derivatives():
         same(plain, found())
 
 
@@ -145,7 +145,7 @@ def test_what_requires_no_gradient_is_left_out(name, frozen):
     inputs = [t for name, t in of.items() if name != frozen]
     reference = layer if name == "convolution" else lambda x: plain_norm(layer, x)
     plain = derivatives(reference, x, inputs)
-    with cheap_layers():
+    with second_derivatives():
         same(plain, derivatives(layer, x, inputs))
 
 
@@ -155,7 +155,7 @@ def test_running_statistics_move_as_torchs(momentum):
     other = copy.deepcopy(layer)
     for factor in (1.0, 2.0):
         expected = layer(factor * x)
-        with cheap_layers():
+        with second_derivatives():
             torch.testing.assert_close(other(factor * x), expected)
     for a, b in zip(layer.buffers(), other.buffers(), strict=True):
         torch.testing.assert_close(a, b)
@@ -173,7 +173,7 @@ def test_where_torch_has_more_to_say_its_convolution_runs():
 
     own = Own(4, 4, 3)
     expected = own(x)
-    with cheap_layers():
+    with second_derivatives():
         assert torch.equal(own(x), expected)
         with pytest.raises(RuntimeError, match="channels"):
             layer(x[:, :2])
@@ -188,7 +188,7 @@ def test_where_torch_has_more_to_say_its_convolution_runs():
         _, tangent = torch.func.jvp(layer, (x,), (x,))
         torch.testing.assert_close(tangent, layer(x) - layer.bias.view(-1, 1, 1))
         shifting = nn.BatchNorm2d(4).eval()
-        with cheap_layers():
+        with second_derivatives():
             shifted = torch.func.vmap(lambda b: torch.func.functional_call(shifting, {"bias": b}, (x,)))(
                 torch.randn(5, 4)
             )
@@ -201,7 +201,7 @@ def test_where_torch_has_more_to_say_its_convolution_runs():
 def test_where_torch_has_more_to_say_its_batch_norm_runs():
     layer, x = norm("2", True)
     expected = layer(x)
-    with cheap_layers():
+    with second_derivatives():
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             layer(x[:1, :, :1, :1])
         with pytest.raises(ValueError, match="4D input"):
@@ -234,7 +234,7 @@ def test_autocast_casts_as_it_does_for_torchs():
         return [y, *first, *second]
 
     plain = found()
-    with cheap_layers():
+    with second_derivatives():
         assert "_Convolution" in str(found()[0].grad_fn)
         for a, b in zip(plain, found(), strict=True):
             assert a.dtype == b.dtype
@@ -286,7 +286,7 @@ def test_a_batch_norm_of_other_channels_is_refused_and_writes_nowhere_else(train
     room = torch.zeros(100)
     if tracked:
         layer.running_mean = room[:3]
-    with cheap_layers(), pytest.raises(RuntimeError):
+    with second_derivatives(), pytest.raises(RuntimeError):
         layer(torch.randn(4, channels, 5, 5))
     assert not room.any()
 
@@ -294,7 +294,7 @@ def test_a_batch_norm_of_other_channels_is_refused_and_writes_nowhere_else(train
 def test_copies_are_of_torchs_layers_and_run_with_weights_of_their_own():
     layers = [norm("2", True)[0], convolution(2, {})[0]]
     x = torch.randn(4, 4, 5, 5)
-    with cheap_layers():
+    with second_derivatives():
         for layer, inputs in zip(layers, (x[:, :3], x), strict=True):
             for twin in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
                 assert type(twin) in (nn.BatchNorm2d, nn.Conv2d)
@@ -308,7 +308,7 @@ def test_copies_are_of_torchs_layers_and_run_with_weights_of_their_own():
 
 def test_a_change_in_place_between_two_derivatives_is_refused():
     layer, x = norm("2", True)
-    with cheap_layers():
+    with second_derivatives():
         y = layer(x)
         (g,) = torch.autograd.grad(
             (y * torch.linspace(0, 1, y.shape[-1])).sum(), layer.weight, create_graph=True
@@ -332,7 +332,7 @@ def test_batched_gradients_with_a_graph_are_torchs(name):
         return [y, *rows, *second]
 
     plain_found = found()
-    with cheap_layers():
+    with second_derivatives():
         same(plain_found, found())
         y = layer(x).sin().flatten()[:3]
         each = torch.func.vmap(lambda v: torch.autograd.grad(y, inputs, v, create_graph=True))(vectors)
@@ -347,13 +347,13 @@ def test_settings_of_a_convolution_that_were_changed():
     ):
         vars(layer).update(changed)
         expected = layer(x)
-        with cheap_layers():
+        with second_derivatives():
             assert torch.equal(layer(input=x), expected)
             torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     wide = nn.Conv2d(4, 4, 3, padding="same")
     wide.weight = nn.Parameter(torch.randn(4, 4, 5, 5))
     expected = wide(x)
-    with cheap_layers():
+    with second_derivatives():
         torch.testing.assert_close(wide(x), expected)
 
 
@@ -362,7 +362,7 @@ def test_a_changed_class_is_left_alone(monkeypatch):
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda self, i, w, b: 2 * stock(self, i, w, b))
     layer, x = convolution(2, {})
     expected = layer(x)
-    with cheap_layers():
+    with second_derivatives():
         assert torch.equal(layer(x), expected)
 
 
@@ -385,7 +385,7 @@ def test_compiled_parts_are_compiled_once():
     x = torch.randn(2, 4, 5, 5)
     for _ in range(12):
         whole(x)
-        with cheap_layers():
+        with second_derivatives():
             whole(x)
     assert len(compiled) == 1
 
@@ -397,7 +397,7 @@ def test_frozen_norms_are_as_precise_as_torchs_far_from_zero(dtype):
     x = (100 + torch.randn(8, 3, 4, 4)).to(dtype)
     exact = layer(x.double())
     layer.to(dtype)
-    with cheap_layers():
+    with second_derivatives():
         found = layer(x)
     assert (found - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
     torchs = layer(x)
@@ -406,7 +406,7 @@ def test_frozen_norms_are_as_precise_as_torchs_far_from_zero(dtype):
 
 def test_complex_and_integer_inputs_under_autocast_are_torchs():
     layer = nn.Conv2d(4, 4, 3, dtype=torch.complex64)
-    with cheap_layers(), torch.autocast("cpu", torch.bfloat16):
+    with second_derivatives(), torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(1, 4, 5, 5, dtype=torch.complex64)).is_complex()
         with pytest.raises(RuntimeError):
             nn.Conv2d(4, 4, 3)(torch.ones(1, 4, 5, 5, dtype=torch.int64))
@@ -425,7 +425,7 @@ def test_second_derivatives_in_batches_are_torchs(name, start):
         return torch.autograd.grad(some, inputs, torch.eye(len(some)), is_grads_batched=True)
 
     plain_found = found()
-    with cheap_layers():
+    with second_derivatives():
         same(plain_found, found())
 
 
@@ -472,7 +472,7 @@ def test_subclasses_and_parametrizations_made_in_a_pass():
 
     own, x = Own(4, 4, 3), torch.randn(2, 4, 6, 6)
     expected = [own(x), own(x[0])]
-    with cheap_layers():
+    with second_derivatives():
         same(expected, [own(x), own(x[0])])
         layer = nn.Conv2d(4, 4, 3)
         plain_found = [layer(x), layer(x[0])]
@@ -485,6 +485,6 @@ def test_subclasses_and_parametrizations_made_in_a_pass():
 def test_traces_in_a_pass():
     model = nn.Sequential(nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3)).eval()
     x = torch.randn(2, 4, 6, 6)
-    with cheap_layers():
+    with second_derivatives():
         torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
         assert isinstance(model[0], nn.Conv2d)
