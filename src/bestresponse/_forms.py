@@ -4,7 +4,7 @@ A mode sees all calls of torch of its own thread, by modules or not, and changes
 does not see what compiled and scripted code runs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -40,31 +40,58 @@ def first_derivatives() -> Iterator[None]:
 
 
 @contextmanager
+def paused() -> Iterator[Callable[[Form], Form]]:
+    """Run without forms; gives what lets a function run with them again.
+
+    For work that has no use for them, such as a solver's, as a mode makes each call of torch a little dearer.
+    """
+    modes = _modes()
+
+    def resumed(function: Form) -> Form:
+        def run(*arguments: Any) -> Any:
+            with _only(modes):
+                return function(*arguments)
+
+        return run
+
+    with _only([mode for mode in modes if not isinstance(mode, _Forms)]):
+        yield resumed
+
+
+@contextmanager
 def _below_others(forms: Mapping[Any, Form]) -> Iterator[None]:
     """Let these forms run what is left of a call by all other modes, which so see the same calls as without them."""
-    before = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    before = _modes()
     if any(isinstance(mode, _Forms) and mode.forms is forms for mode in before):
         yield
         return
     mode = _Forms(forms)
-    # The context of a device has to stay the lowest.
-    others = [_pop() for each in before if not isinstance(each, DeviceContext)]
-    _push(mode, *reversed(others))
+    devices = [each for each in before if isinstance(each, DeviceContext)]  # which have to stay the lowest
+    _set_modes([*devices, mode, *(each for each in before if each not in devices)])
     try:
         yield
     finally:
-        above = []
-        while torch._C._len_torch_function_stack() and (top := _pop()) is not mode:
-            above.append(top)
-        _push(*reversed(above))
+        _set_modes([each for each in _modes() if each is not mode])
 
 
-def _pop() -> TorchFunctionMode:
-    mode: TorchFunctionMode = torch._C._pop_torch_function_stack()
-    return mode
+@contextmanager
+def _only(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    before = _modes()
+    _set_modes(modes)
+    try:
+        yield
+    finally:
+        _set_modes(before)
 
 
-def _push(*modes: TorchFunctionMode) -> None:
+def _modes() -> list[TorchFunctionMode]:
+    """Those of this thread, the outermost first."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _set_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
 
@@ -79,25 +106,43 @@ class _Forms(TorchFunctionMode):
         form = None if torch.compiler.is_compiling() else self.forms.get(function)
         if form is None:
             return function(*args, **named)
-        if form is not _inside:
+        if form not in (_inside, _backward):
             return form(partial(function, *args, **named), *args, **named)
         if not all(map(computes_as_tensor, types)):
             return function(*args, **named)
-        with self:
-            return _past_modes(function)(*args, **named)
+        if form is _inside:
+            with self:
+                return _with_globals(function, _PAST_MODES)(*args, **named)
+        run = function.__globals__["_engine_run_backward"]
+
+        def run_inside(*arguments: Any, **settings: Any) -> Any:
+            with self:
+                return run(*arguments, **settings)
+
+        return _with_globals(function, {**_PAST_MODES, "_engine_run_backward": run_inside})(*args, **named)
 
 
 def _inside() -> None:
-    """Mark a function that runs others inside, which the mode must see: a backward pass those of checkpoints."""
+    """Mark a function that runs others inside, which the mode must see."""
 
 
-def _past_modes(function: FunctionType) -> FunctionType:
-    """The same function, which does not hand itself over to modes: these would not see what it runs inside."""
-    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    names = function.__globals__ | dict.fromkeys(asks, lambda *_: False)
-    past = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    past.__kwdefaults__ = function.__kwdefaults__
-    return past
+def _backward() -> None:
+    """Mark a function whose backward pass runs others: those of checkpoints."""
+
+
+# A function that hands itself over to modes hides from them what it runs inside.
+_PAST_MODES = dict.fromkeys(
+    ["has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"], lambda *_: False
+)
+
+
+def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """The same function, for which some global names mean something else."""
+    changed = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+    )
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed
 
 
 def _by_function(**forms: Form) -> dict[Any, Form]:
@@ -110,9 +155,11 @@ def _by_function(**forms: Form) -> dict[Any, Form]:
     return found
 
 
-_INSIDE: dict[Any, Form] = dict.fromkeys(
-    [torch.autograd.grad, torch.Tensor.backward, F.multi_head_attention_forward], _inside
-)
+_INSIDE: dict[Any, Form] = {
+    torch.autograd.grad: _backward,
+    torch.Tensor.backward: _inside,
+    F.multi_head_attention_forward: _inside,
+}
 _STEPS = {
     "lstm": lstm_step,
     "gru": gru_step,
