@@ -29,6 +29,8 @@ def attend(
     mixed = torch.is_autocast_enabled(kind)
     given = [as_autocast([t])[0] for t in given] if mixed else given
     mask = given[3] if len(given) > 3 else None
+    if mask is not None and mask.dtype == torch.bool:
+        mask = given[0].new_zeros(()).masked_fill(mask.logical_not(), -torch.inf)
     with torch.autocast(kind, enabled=False) if mixed else nullcontext():
         outputs, _ = torch.ops.aten._scaled_dot_product_attention_math(
             *(*given[:3], mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa

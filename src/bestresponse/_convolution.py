@@ -120,8 +120,8 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+    def backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = saved
         wanted = ctx.needs_input_grad[:3]
         if not torch.is_grad_enabled() or not plain([grad, x, w]):
             return *ctx.shape.gradients(grad, x, w, wanted), None
@@ -151,8 +151,8 @@ class _FromGrad(torch.autograd.Function):
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = saved
         return ctx.shape.of(x, v), None, None
 
 
@@ -167,6 +167,6 @@ class _FromInput(torch.autograd.Function):
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = ctx.saved_tensors
+    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = saved
         return ctx.shape.transposed(grad, v, ctx.sizes), None, None

@@ -157,6 +157,7 @@ def _by_function(**forms: Form) -> dict[Any, Form]:
 
 _INSIDE: dict[Any, Form] = {
     torch.autograd.grad: _backward,
+    torch.autograd.backward: _backward,
     torch.Tensor.backward: _inside,
     F.multi_head_attention_forward: _inside,
 }

@@ -135,8 +135,8 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+    def backward(ctx: Any, saved: Sequence[Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = saved
         norm: Norm = ctx.norm
         if not plain([g, x, w]):
             return *norm.plain_gradients(g, x, w), None
@@ -158,8 +158,8 @@ class _OfGradients(torch.autograd.Function):
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, *v: Tensor) -> tuple[Tensor, None, None]:
-        x, w = ctx.saved_tensors
+    def backward(ctx: Any, saved: Sequence[Tensor], *v: Tensor) -> tuple[Tensor, None, None]:
+        x, w = saved
         if torch.is_grad_enabled() or not plain(v):
             return ctx.norm.plain_of_gradients(v, x, w), None, None
         return ctx.norm.of_gradients(v, x, w), None, None
@@ -177,8 +177,8 @@ class _OfRest(torch.autograd.Function):
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, *v: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, w, *gradients = ctx.saved_tensors
+    def backward(ctx: Any, saved: Sequence[Tensor], *v: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, w, *gradients = saved
         if torch.is_grad_enabled() or not plain(v):
             return *ctx.norm.plain_of_rest(v, gradients[0], x, w), None, None
         return *ctx.norm.of_rest(v, gradients, x, w), None, None

@@ -86,12 +86,16 @@ def computes_as_tensor(kind: type) -> bool:
     )
 
 
-def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose calls of torch no function mode sees."""
+def unseen(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that also takes what was saved, and whose own calls of torch no function mode sees.
 
-    @wraps(function)
-    def quiet(*arguments: Any) -> Any:
+    What was saved is looked up before, since a checkpoint computes it again, by forms.
+    """
+
+    @wraps(backward)
+    def quiet(ctx: Any, *gradients: Tensor) -> Any:
+        saved = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
-            return function(*arguments)
+            return backward(ctx, saved, *gradients)
 
     return quiet
