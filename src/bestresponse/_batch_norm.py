@@ -132,13 +132,16 @@ def _fixed(
     """(x − mean) / √(var + ε) · weight + bias, with running mean and variance."""
     mean, var = kept
     given = [t for t in (input, mean, var, weight, bias) if t is not None]
-    if mean is None or var is None or (plain([input]) and not any(t.requires_grad for t in given)):
+    simple = plain([wide(t) for t in given])
+    if mean is None or var is None or (simple and not any(t.requires_grad for t in given)):
         return own()
     shape = (1, -1, *(1,) * (input.ndim - 2))
     scale = torch.rsqrt(wide(var) + eps)
     scale = scale if weight is None else scale * wide(weight)
     y = (wide(input) - wide(mean).view(shape)) * scale.view(shape)
-    return (y if bias is None else y + wide(bias).view(shape)).to(input.dtype)
+    if bias is not None:
+        y = y.add_(wide(bias).view(shape)) if simple else y + wide(bias).view(shape)
+    return y.to(input.dtype)
 
 
 class _Channels(Norm):

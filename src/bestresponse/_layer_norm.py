@@ -98,9 +98,9 @@ class _Rows(Norm):
 
     def _along_normal(self, u: Tensor, x: Tensor, project: bool) -> tuple[Tensor, Tensor]:
         """P(u), where it is asked for, and mean(u x̂), by the kernel of batch norm with rows for channels."""
-        rows = (1, -1, self.count)
+        rows, mean, r = (1, -1, self.count), self.mean.view(-1), self.scale.view(-1)
         projected, total, _ = torch.ops.aten.native_batch_norm_backward(
-            *(u.reshape(rows), x.reshape(rows), None, None, None),
-            *(self.mean.view(-1), self.scale.view(-1), True, self.eps, (project, True, project)),
+            *(u.reshape(rows), x.reshape(rows), torch.ones_like(r), None, None),
+            *(mean, r, True, self.eps, (project, True, project)),
         )
         return projected.view(x.shape) if project else u, total.view(self.mean.shape) / self.count

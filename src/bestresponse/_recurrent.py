@@ -13,12 +13,11 @@ State = tuple[Tensor, ...]
 
 
 class _Weights(NamedTuple):
-    """Those of one layer in one direction."""
+    """Those that a state meets in one layer and direction."""
 
-    of_input: Tensor
-    of_state: Tensor
-    biases: Sequence[Tensor | None] = (None, None)
-    projection: Tensor | None = None
+    of_state: Tensor  # transposed
+    bias: Tensor | None  # of a GRU alone; others have it in what the input adds
+    projection: Tensor | None
 
 
 # The state after one more step; the tensor is what the input adds to the gates.
@@ -27,7 +26,7 @@ Step = Callable[[Tensor, State, _Weights], State]
 
 def lstm_step(gates: Tensor, state: State, weights: _Weights) -> State:
     """(h, c), and as hidden state h or its projection."""
-    i, f, g, o = (gates + F.linear(state[0], weights.of_state, weights.biases[1])).unsafe_chunk(4, 1)
+    i, f, g, o = torch.addmm(gates, state[0], weights.of_state).unsafe_chunk(4, 1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return h if weights.projection is None else F.linear(h, weights.projection), c
@@ -35,18 +34,18 @@ def lstm_step(gates: Tensor, state: State, weights: _Weights) -> State:
 
 def gru_step(gates: Tensor, state: State, weights: _Weights) -> State:
     """H alone."""
-    of_input = gates.unsafe_chunk(3, 1)
-    of_state = F.linear(state[0], weights.of_state, weights.biases[1]).unsafe_chunk(3, 1)
-    r, z = ((a + b).sigmoid() for a, b in zip(of_input[:2], of_state[:2], strict=True))
-    n = (of_input[2] + r * of_state[2]).tanh()
-    return (n + z * (state[0] - n),)
+    of_state = state[0] @ weights.of_state
+    of_state = of_state if weights.bias is None else of_state + weights.bias
+    (r, z, n), (of_r, of_z, of_n) = gates.unsafe_chunk(3, 1), of_state.unsafe_chunk(3, 1)
+    n = (n + (r + of_r).sigmoid() * of_n).tanh()
+    return (n + (z + of_z).sigmoid() * (state[0] - n),)
 
 
 def rnn_step(activation: Callable[[Tensor], Tensor]) -> Step:
     """H alone."""
 
     def step(gates: Tensor, state: State, weights: _Weights) -> State:
-        return (activation(gates + F.linear(state[0], weights.of_state, weights.biases[1])),)
+        return (activation(torch.addmm(gates, state[0], weights.of_state)),)
 
     return step
 
@@ -87,8 +86,7 @@ class _Call(dict[str, Any]):
         for layer in range(self["num_layers"]):
             outputs = []
             for backwards in range(directions):
-                weights = self._weights(len(ends))
-                gates = F.linear(x, weights.of_input, weights.biases[0])
+                gates, weights = self._gates(x, len(ends), step is gru_step)
                 parts = gates.unbind() if self.sizes is None else torch.split(gates, self.sizes)
                 found, end = _scan(step, parts, tuple(s[len(ends)] for s in starts), weights, bool(backwards))
                 outputs.append(torch.stack(found) if self.sizes is None else torch.cat(found))
@@ -99,12 +97,16 @@ class _Call(dict[str, Any]):
         x = x.transpose(0, 1) if transposed else x
         return x, *(torch.stack(states) for states in zip(*ends, strict=True))
 
-    def _weights(self, number: int) -> _Weights:
+    def _gates(self, x: Tensor, number: int, apart: bool) -> tuple[Tensor, _Weights]:
+        """What the inputs add to the gates of a layer, with both biases or with their own apart from the state's."""
         params = self["params"]
         each = len(params) // (self["num_layers"] * (1 + self["bidirectional"]))
-        own = params[number * each : (number + 1) * each]
-        biases = own[2:4] if self["has_biases"] else (None, None)
-        return _Weights(own[0], own[1], biases, own[-1] if each % 2 else None)
+        of_input, of_state, *more = params[number * each : (number + 1) * each]
+        projection = more.pop() if each % 2 else None
+        bias, of_states = more or (None, None)
+        if bias is not None and not apart:
+            bias, of_states = bias + of_states, None
+        return F.linear(x, of_input, bias), _Weights(of_state.t(), of_states, projection)
 
 
 def _scan(
@@ -114,7 +116,7 @@ def _scan(
     outputs, ended = [], []
     state = tuple(s[: len(gates[-1])] for s in start) if backwards else start
     for part in reversed(gates) if backwards else gates:
-        size, before = len(part), len(state[0])
+        size, before = part.shape[0], state[0].shape[0]
         if size > before:
             state = tuple(torch.cat([s, new[before:size]]) for s, new in zip(state, start, strict=True))
         elif size < before:
