@@ -245,7 +245,6 @@ NO_FORWARD = {
     "compiled",
 }
 REFUSED = {
-    "attention, fused by the user": "scaled_dot_product.*SDPBackend.MATH",
     "embedding bag": "embedding_bag.*FiniteDifference",
     "weight norm": "weight_norm.*parametrization of your own",
     "checkpoint, re-entrant": "checkpoint.*use_reentrant=False",

@@ -11,7 +11,8 @@ import bestresponse as br
 SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
-    ["errors", "_tree", "_graph", "_random", "_convolution", "_batch_norm", "_layers"],
+    ["errors", "_tree", "_graph", "_random", "_tensors"],
+    ["_attention", "_convolution", "_norms", "_batch_norm", "_layer_norm", "_recurrent", "_forms"],
     ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
     ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
     ["empirical_fisher", "kronecker", "kfac", "result"],

@@ -1,211 +1,195 @@
-"""Batch norm whose gradient is cheap to differentiate.
+"""Batch norm and instance norm in the form of `_norms`, by kernels of channels.
 
-With fixed statistics it is one multiplication and addition. With those of the batch, x̂ = (x − μ) r and r = 1/√(σ² + ε)
-for each channel, its gradient is
-
-    g ↦ (w P(g), Σ g x̂, Σ g),     P(g) = r (g − mean(g) − x̂ mean(g x̂)),
-
-whose derivative with respect to g is the same map, by the same kernel. Those with respect to x and w are in nodes of
-their own, so that autograd leaves out what is not asked for. (Torch's own second derivative is that of the general
-case, of some thirty operations on the activations.)
+With fixed statistics it is one multiplication and addition. Instance norm is batch norm of one example, which has the
+channels of all examples.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._convolution import plain
+from ._norms import Norm, Three, normalised
+from ._tensors import Own, eager, of_one_kind, plain, wide
 
 
-def normalise(self: Any, torchs: Any, input: Tensor) -> Tensor:
-    """``forward`` of torch's batch norms, which is ``torchs``."""
-    own = [self.weight, self.bias, self.running_mean, self.running_var]
-    given = [t for t in own if t is not None]
-    channels = input.shape[1] if input.ndim > 1 else 0
-    # Torch's kernels write to as many statistics as there are channels.
-    fits = all(t.numel() == channels for t in given) and (own[2] is None) == (own[3] is None)
-    if not fits or not self.eps > 0 or not plain([input, *given]) or input.numel() <= channels:
-        outputs: Tensor = torchs(self, input)
-        return outputs
-    self._check_input_dim(input)
-    fixed = not self.training and self.running_mean is not None
-    return _fixed(self, input) if fixed else _of_batch(self, input)
+def batch_norm(
+    own: Own,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """The form of ``torch.nn.functional.batch_norm``; torch's own is ``own``."""
+    kept = [running_mean, running_var]
+    if not _fits(input, kept, weight, bias) or (training and input.numel() <= input.shape[1]):
+        return own()
+    if not training:
+        return _fixed(own, input, kept, weight, bias, eps)
+    return normalised(own, _Channels(input, kept, momentum, eps), input, weight, bias, input.shape[1:2])
 
 
-def _fixed(module: Any, x: Tensor) -> Tensor:
+def instance_norm(
+    own: Own,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """The form of ``torch.nn.functional.instance_norm``; torch's own is ``own``."""
+    kept = [running_mean, running_var]
+    if not _fits(input, kept, weight, bias) or input[:1, :1].numel() <= 1:
+        return own()
+    if not use_input_stats:
+        return _fixed(own, input, kept, weight, bias, eps)
+    examples = len(input)
+    x = input.reshape(1, -1, *input.shape[2:])
+    w, b = (t if t is None else t.repeat(examples) for t in (weight, bias))
+    return normalised(own, _Channels(x, kept, momentum, eps), x, w, b, x.shape[1:2]).view(input.shape)
+
+
+def torch_batch_norm(
+    own: Own,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """The form of ``torch.batch_norm``, which takes the same in another order."""
+    return batch_norm(own, input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def torch_instance_norm(
+    own: Own,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """The form of ``torch.instance_norm``, likewise."""
+    return instance_norm(own, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def native_batch_norm(
+    own: Own,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """The form of ``torch.native_batch_norm``, which gives mean and r too."""
+    fits = _fits(input, [running_mean, running_var], weight, bias)
+    if not training or not fits or input.numel() <= input.shape[1]:
+        return own()
+    y = batch_norm(lambda: own()[0], input, running_mean, running_var, weight, bias, True, momentum, eps)
+    return y, *(t.view(-1) for t in _Channels(input, (), momentum, eps).statistics(input))
+
+
+def _fits(x: Tensor, kept: Sequence[Tensor | None], weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether these are arguments for a form: torch's kernels write to as many statistics as there are channels."""
+    given = [t for t in (weight, bias, *kept) if t is not None]
+    return (
+        torch.is_grad_enabled()
+        and eager([x, *given])
+        and x.ndim > 1
+        and (kept[0] is None) == (kept[1] is None)
+        and all(t.shape == x.shape[1:2] for t in given)
+        and of_one_kind(x, given)
+    )
+
+
+def _fixed(
+    own: Own,
+    input: Tensor,
+    kept: Sequence[Tensor | None],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Any:
     """(x − mean) / √(var + ε) · weight + bias, with running mean and variance."""
-    scale = torch.rsqrt(module.running_var + module.eps)
-    scale = scale if module.weight is None else scale * module.weight
-    y = (x - _along(module.running_mean, x)) * _along(scale, x)
-    return y if module.bias is None else y.add_(_along(module.bias, x))
+    mean, var = kept
+    given = [t for t in (input, mean, var, weight, bias) if t is not None]
+    simple = plain([wide(t) for t in given])
+    if mean is None or var is None or (simple and not any(t.requires_grad for t in given)):
+        return own()
+    shape = (1, -1, *(1,) * (input.ndim - 2))
+    scale = torch.rsqrt(wide(var) + eps)
+    scale = scale if weight is None else scale * wide(weight)
+    y = (wide(input) - wide(mean).view(shape)) * scale.view(shape)
+    if bias is not None:
+        y = y.add_(wide(bias).view(shape)) if simple else y + wide(bias).view(shape)
+    return y.to(input.dtype)
 
 
-def _of_batch(module: Any, x: Tensor) -> Tensor:
-    """The same with mean and variance of the batch, which move the running ones."""
-    factor, tracked = module.momentum, module.training and module.track_running_stats
-    if tracked and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        factor = 1.0 / float(module.num_batches_tracked) if factor is None else factor
-    mean, var = (module.running_mean, module.running_var) if tracked else (None, None)
-    weight = x.new_ones(x.shape[1]) if module.weight is None else module.weight
-    bias = x.new_zeros(x.shape[1]) if module.bias is None else module.bias
-    settings = _Settings(mean, var, factor or 0.0, module.eps)
-    outputs: Tensor = _BatchNorm.apply(x, weight, bias, settings)  # type: ignore[no-untyped-call]
-    return outputs
+class _Channels(Norm):
+    def __init__(self, x: Tensor, kept: Sequence[Tensor | None], momentum: float, eps: float) -> None:
+        others = [-x.ndim, *range(2 - x.ndim, 0)]
+        super().__init__(others, others, eps)
+        self.kept, self.momentum = [t for t in kept if t is not None], momentum
 
-
-def _along(of_channels: Tensor, x: Tensor) -> Tensor:
-    return of_channels.view(1, -1, *(1,) * (x.ndim - 2))
-
-
-def _mean(x: Tensor) -> Tensor:
-    """Of each channel."""
-    return x.mean([0, *range(2, x.ndim)])
-
-
-class _Settings(NamedTuple):
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    momentum: float
-    eps: float
-
-
-class _Statistics(NamedTuple):
-    mean: Tensor
-    scale: Tensor
-    eps: float
-
-    def at(self, x: Tensor) -> "_Statistics":
-        """The same with a graph to x, where one is wanted."""
-        if not torch.is_grad_enabled():
-            return self
-        mean = _mean(x)
-        var = _mean((x - _along(mean, x)).square())
-        return _Statistics(mean, torch.rsqrt(var + self.eps), self.eps)
-
-    def gradients(self, grad: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        """Those with respect to input, weight and bias, by torch's kernel (whose own derivative is the costly one)."""
-        found: tuple[Any, ...] = torch.ops.aten.native_batch_norm_backward(
-            grad, x, w, None, None, self.mean, self.scale, True, self.eps, wanted
-        )
-        return found
-
-
-class _BatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor, settings: _Settings) -> Tensor:
-        y, mean, scale = torch.native_batch_norm(x, w, bias, *settings[:2], True, *settings[2:])
-        ctx.save_for_backward(x, w)
-        ctx.statistics = _Statistics(mean, scale, settings.eps)
+    def outputs(self, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        moved = [t.to(x.dtype) for t in self.kept]
+        moved = [t if len(t) == len(w) else t.repeat(len(w) // len(t)) for t in moved]
+        mean, var = moved or (None, None)
+        y, self.mean, self.scale = torch.native_batch_norm(x, w, b, mean, var, True, self.momentum, self.eps)
+        for t, now in zip(self.kept, moved, strict=True):
+            if now is not t:
+                t.copy_(now.view(-1, len(t)).mean(0))
         outputs: Tensor = y
         return outputs
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        statistics = ctx.statistics
-        if not torch.is_grad_enabled() or not plain([grad, x, w]):
-            return *statistics.gradients(grad, x, w, ctx.needs_input_grad[:3]), None
-        of_input, of_weight, of_bias = _FromGrad.apply(grad, (x, w), statistics)  # type: ignore[no-untyped-call]
-        nothing, none = _FromInput.apply(x, (grad, w), statistics)  # type: ignore[no-untyped-call]
-        zero = _FromWeight.apply(w, (grad, x), statistics)  # type: ignore[no-untyped-call]
-        return of_input.add_(nothing).add_(zero), of_weight + none, of_bias, None
-
-
-class _FromGrad(torch.autograd.Function):
-    """The values, and their derivatives with respect to grad."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, grad: Tensor, box: tuple[Tensor, Tensor], statistics: _Statistics
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*box)
-        ctx.statistics = statistics
-        return statistics.gradients(grad, *box, (True, True, True))
-
-    @staticmethod
-    def backward(ctx: Any, v: Tensor, of_weight: Tensor, of_bias: Tensor) -> tuple[Tensor, None, None]:
-        x, w = ctx.saved_tensors
-        mean, scale, _ = ctx.statistics.at(x)
-        if torch.is_grad_enabled() or not plain([v, of_weight, of_bias]):
-            normal = (x - _along(mean, x)) * _along(scale, x)
-            inner = v - _along(_mean(v), x) - normal * _along(_mean(v * normal), x)
-            total = _along(w * scale, x) * inner + _along(of_weight, x) * normal + _along(of_bias, x)
-            return total, None, None
-        total = ctx.statistics.gradients(v, x, w, (True, False, False))[0]
-        slope = of_weight * scale
-        return total.addcmul_(x, _along(slope, x)).add_(_along(of_bias - slope * mean, x)), None, None
-
-
-class _Second(NamedTuple):
-    """For each channel the means of what the derivatives of ⟨v, w P(grad)⟩ are made of."""
-
-    v: Tensor
-    grad: Tensor
-    v_normal: Tensor
-    grad_normal: Tensor
-    covariance: Tensor  # mean(v P(grad)) / r
-
-    @classmethod
-    def of(cls, v: Tensor, grad: Tensor, x: Tensor, w: Tensor, statistics: _Statistics) -> "_Second":
-        if torch.is_grad_enabled():
-            normal = (x - _along(statistics.mean, x)) * _along(statistics.scale, x)
-            of_v, of_grad = ((_mean(g * normal), _mean(g)) for g in (v, grad))
-        else:
-            count = x.numel() // x.shape[1]
-            of_v, of_grad = (
-                tuple(s / count for s in statistics.gradients(g, x, w, (False, True, True))[1:])
-                for g in (v, grad)
-            )
-        covariance = _mean(v * grad) - of_v[1] * of_grad[1] - of_v[0] * of_grad[0]
-        return cls(of_v[1], of_grad[1], of_v[0], of_grad[0], covariance)
-
-
-class _FromInput(torch.autograd.Function):
-    """Zeros, and the derivatives with respect to the input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, box: tuple[Tensor, Tensor], statistics: _Statistics
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*box, x)
-        ctx.statistics = statistics
-        nothing = x.new_zeros(())
-        return nothing.expand_as(x), nothing.new_zeros(x.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, v: Tensor, of_weight: Tensor) -> tuple[Tensor, None, None]:
-        grad, w, x = ctx.saved_tensors
-        statistics = ctx.statistics.at(x)
-        mean, r, _ = statistics
-        of = _Second.of(v, grad, x, w, statistics)
-        bend = w * r * r
-        by_v, by_grad = -bend * of.grad_normal, of_weight * r - bend * of.v_normal
-        by_normal = (
-            -bend * (of.covariance - 2 * of.v_normal * of.grad_normal) - of_weight * r * of.grad_normal
+    def gradients(self, g: Tensor, x: Tensor, w: Tensor, wanted: Sequence[bool]) -> Any:
+        return torch.ops.aten.native_batch_norm_backward(
+            g, x, w, None, None, self.mean, self.scale, True, self.eps, wanted
         )
-        by_one = bend * (of.grad_normal * of.v + of.v_normal * of.grad) - of_weight * r * of.grad
-        by_x = by_normal * r
-        total, shift = v * _along(by_v, x), by_one - by_x * mean
-        if not plain([v, of_weight]):
-            return total + grad * _along(by_grad, x) + x * _along(by_x, x) + _along(shift, x), None, None
-        total.addcmul_(grad, _along(by_grad, x)).addcmul_(x, _along(by_x, x))
-        return total.add_(_along(shift, x)), None, None
 
+    def of_gradients(self, v: Three, x: Tensor, w: Tensor) -> Tensor:
+        of_g: Tensor = self.gradients(v[0], x, w, (True, False, False))[0]
+        slope = v[1] * self.scale
+        of_g.addcmul_(x, self.along(slope, x)).add_(self.along(v[2] - slope * self.mean, x))
+        return of_g
 
-class _FromWeight(torch.autograd.Function):
-    """Zeros, and the derivative of the input's gradient with respect to the weight."""
+    def of_rest(self, v: Sequence[Tensor], gradients: Three, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """As each channel has its own statistics and weight, all terms are numbers of the channel, times v, g and x."""
+        g, r, count = gradients[0], self.scale, x.numel() // len(w)
+        g_normal, g_mean = gradients[1] / count, gradients[2] / count
+        v_normal, v_mean = (t / count for t in self.gradients(v[0], x, w, (False, True, True))[1:])
+        inner = self._inner(v[0], g, w) / count - v_mean * g_mean - v_normal * g_normal  # mean(g P(v)) / r
+        bend = w * r * r
+        by_v, by_g = -bend * g_normal, v[1] * r - bend * v_normal
+        by_x = -r * (bend * (inner - 2 * v_normal * g_normal) + v[1] * r * g_normal)
+        by_one = bend * (g_normal * v_mean + v_normal * g_mean) - v[1] * r * g_mean - by_x * self.mean
+        of_x = v[0] * self.along(by_v, x)
+        of_x.addcmul_(g, self.along(by_g, x)).addcmul_(x, self.along(by_x, x)).add_(self.along(by_one, x))
+        return of_x, count * r * inner
 
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, box: tuple[Tensor, Tensor], statistics: _Statistics) -> Tensor:
-        ctx.save_for_backward(*box, w)
-        ctx.statistics = statistics
-        return w.new_zeros(()).expand_as(box[1])
-
-    @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
-        grad, x, w = ctx.saved_tensors
-        statistics = ctx.statistics.at(x)
-        of = _Second.of(v, grad, x, w, statistics)
-        return statistics.scale * of.covariance * (x.numel() // x.shape[1]), None, None
+    def _inner(self, v: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        """Σ v g in each channel, by the kernel for Σ g x̂."""
+        none, one = torch.zeros_like(w), torch.ones_like(w)
+        total: Tensor = torch.ops.aten.native_batch_norm_backward(
+            v, g, w, None, None, none, one, True, self.eps, (False, True, False)
+        )[1]
+        return total

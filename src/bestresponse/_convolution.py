@@ -10,74 +10,71 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad as forward_ad
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._C import _functorch
+from torch import Tensor
+
+from ._tensors import Own, as_autocast, eager, plain, unseen
+
+Each = int | Sequence[int]
 
 
-def convolve(self: Any, torchs: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``_conv_forward`` of torch's convolutions, which are ``torchs``."""
-    given = _as_autocast([input, weight] if bias is None else [input, weight, bias])
-    dimensions = weight.ndim - 2
-    padding = _padding(self, weight.shape[2:])
-    if padding is None or input.ndim != weight.ndim or not plain(given):
-        outputs: Tensor = torchs(self, input, weight, bias)
-        return outputs
+def convolve(
+    own: Own,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Each = 1,
+    padding: Each | str = 0,
+    dilation: Each = 1,
+    groups: int = 1,
+) -> Any:
+    """The form of ``torch.conv1d``, ``conv2d`` and ``conv3d``; torch's own is ``own``."""
+    given = [input, weight] if bias is None else [input, weight, bias]
+    if not torch.is_grad_enabled() or not eager(given) or input.ndim != weight.ndim:
+        return own()
+    given = as_autocast(given)
+    zeros = _padding(padding, stride, dilation, weight.shape[2:])
+    if zeros is None or not plain(given) or not any(t.requires_grad for t in given):
+        return own()
+    steps, zeros, spread = (_each(n, weight.ndim - 2) for n in (stride, zeros, dilation))
+    shape = _Shape(steps, zeros, spread, groups)
+    if any(len(n) != weight.ndim - 2 for n in shape[:3]):
+        return own()
     x, w, *rest = given
-    if self.padding_mode != "zeros":
-        x = F.pad(x, self._reversed_padding_repeated_twice, self.padding_mode)
-    stride, padding, dilation = (_each(n, dimensions) for n in (self.stride, padding, self.dilation))
-    shape = _Shape(stride, padding, dilation, self.groups)
-    outputs = _Convolution.apply(x, w, rest[0] if rest else None, shape)  # type: ignore[no-untyped-call]
-    return outputs
+    return _Convolution.apply(x, w, rest[0] if rest else None, shape)  # type: ignore[no-untyped-call]
 
 
-def _each(setting: Any, dimensions: int) -> tuple[int, ...]:
+def convolution(
+    own: Own,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Each,
+    padding: Each,
+    dilation: Each,
+    transposed: bool,
+    output_padding: Each,
+    groups: int,
+) -> Any:
+    """The form of ``torch.convolution``."""
+    return own() if transposed else convolve(own, input, weight, bias, stride, padding, dilation, groups)
+
+
+def _each(setting: Each, dimensions: int) -> tuple[int, ...]:
     """A setting for each dimension, from one for all of them or from what it is already."""
     each = (setting,) if isinstance(setting, int) else tuple(setting)
     return each * dimensions if len(each) == 1 else each
 
 
-def _padding(module: Any, kernel: Sequence[int]) -> Any:
+def _padding(padding: Each | str, stride: Each, dilation: Each, kernel: Sequence[int]) -> Each | None:
     """The zeros on either side; None where torch has more to say."""
-    if module.padding_mode != "zeros" or module.padding == "valid":
+    if padding == "valid":
         return 0
-    if module.padding != "same":
-        return module.padding
-    if set(_each(module.stride, 1)) != {1}:
+    if not isinstance(padding, str):
+        return padding
+    if padding != "same" or set(_each(stride, 1)) != {1}:
         return None
-    whole = [d * (k - 1) for d, k in zip(_each(module.dilation, len(kernel)), kernel, strict=True)]
+    whole = [d * (k - 1) for d, k in zip(_each(dilation, len(kernel)), kernel, strict=True)]
     return None if any(p % 2 for p in whole) else tuple(p // 2 for p in whole)
-
-
-def _as_autocast(given: list[Tensor]) -> list[Tensor]:
-    """The tensors in the dtype that autocast gives a convolution's arguments."""
-    kind, wide = given[0].device.type, any(t.dtype == torch.float64 for t in given)
-    if wide or not torch.is_autocast_enabled(kind) or not all(t.is_floating_point() for t in given):
-        return given
-    return [t.to(torch.get_autocast_dtype(kind)) for t in given]
-
-
-def plain(given: Sequence[Tensor]) -> bool:
-    """Whether these are real tensors of one dtype and place, not empty, and no transform or compiler is at work.
-
-    Transforms of torch.func, batched gradients, dual numbers and compilers know torch's own operations only.
-    """
-    x = given[0]
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        and not torch._C._are_functorch_transforms_active()
-        and all(
-            type(t) in (Tensor, nn.Parameter) and t.dtype == x.dtype and t.device == x.device for t in given
-        )
-        and x.is_floating_point()
-        and (x.dtype != torch.float16 or x.device.type != "cpu")  # whose kernels of gradients are slow
-        and x.numel() > 0
-        and not any(_functorch.is_legacy_batchedtensor(t) for t in given)
-        and all(forward_ad.unpack_dual(t).tangent is None for t in given)  # type: ignore[no-untyped-call]
-    )
 
 
 class _Shape(NamedTuple):
@@ -122,8 +119,9 @@ class _Convolution(torch.autograd.Function):
         return shape.of(x, w, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+    @unseen
+    def backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = saved
         wanted = ctx.needs_input_grad[:3]
         if not torch.is_grad_enabled() or not plain([grad, x, w]):
             return *ctx.shape.gradients(grad, x, w, wanted), None
@@ -152,8 +150,9 @@ class _FromGrad(torch.autograd.Function):
         return of_weights
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
+    @unseen
+    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = saved
         return ctx.shape.of(x, v), None, None
 
 
@@ -167,6 +166,7 @@ class _FromInput(torch.autograd.Function):
         return torch.zeros_like(box[1])
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = ctx.saved_tensors
+    @unseen
+    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = saved
         return ctx.shape.transposed(grad, v, ctx.sizes), None, None

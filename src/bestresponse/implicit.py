@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _graph, _tree
+from ._forms import paused
 from ._tree import Tree
 from .batches import weighted
 from .curvature import Hessian, linearise
@@ -267,9 +268,10 @@ class Implicit(Method):
         # A run of steps goes on with the batch after the last one.
         fresh = getattr(solver, "fresh_batches", False)
         products = system.in_turn(state.memory.get("count", 0)) if fresh else system
-        solution = solver.solve(
-            products, b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse
-        )
+        with paused() as resumed:
+            solution = solver.solve(
+                resumed(products), b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse
+            )
         said = "; ".join(filter(None, (solution.report.detail, getattr(inverse, "detail", ""))))
         return replace(solution, report=replace(solution.report, detail=said))
 

@@ -1,6 +1,6 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from . import _graph, _random
-from ._layers import cheap_layers
+from ._forms import first_derivatives, second_derivatives
 from ._tree import Tree
 from .batches import weighted
 from .errors import ArgumentError, EvaluationError, NotFiniteError
@@ -30,10 +29,9 @@ class Passes:
     Buffers, training modes and the random state of every device are put back at the end, also after
     an error. Each pass starts from the same buffers and the same random state, so that all of them see
     the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
-    state of its own. Torch's recurrent modules run without cuDNN, whose backward has no derivative and
-    refuses eval mode. For second derivatives attention runs by its math backend, which alone has any; recurrent
-    modules run without oneDNN, and convolutions and batch norms in forms of our own, since torch's
-    backward of them is slow to differentiate.
+    state of its own. For second derivatives, attention and recurrent layers run by plain operations, and
+    convolutions and norms in forms of our own, since torch's backward of them has no derivative, a wrong one or
+    a slow one. For first derivatives, recurrent layers in eval mode run without cuDNN, which refuses them.
 
     Attributes:
         problem: whose losses they are.
@@ -74,12 +72,10 @@ class Passes:
         with self._stack:
             self._stack.enter_context(torch.inference_mode(False))
             self._stack.enter_context(torch.enable_grad())
-            recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
-            off = [torch.backends.cudnn, torch.backends.mkldnn] if self.twice else [torch.backends.cudnn]
-            self._stack.enter_context(_without(off, recurrent))
             if self.twice:
-                self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-                self._stack.enter_context(cheap_layers())
+                self._stack.enter_context(second_derivatives())
+            elif any(isinstance(m, nn.RNNBase) for m in modules):
+                self._stack.enter_context(first_derivatives())
             if self._seed is not None:
                 _random.seed_all(self._seed)
                 self._replayed = _random.snapshot()
@@ -222,29 +218,6 @@ class Passes:
 def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that are neither parameters nor buffers, as hooks make them (torch.nn.utils.spectral_norm)."""
     return {name: x for name, x in vars(module).items() if isinstance(x, Tensor)}
-
-
-@contextmanager
-def _without(backends: Sequence[Any], modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Turn backends off while one of these modules runs, and leave them to all others."""
-    before: list[list[bool]] = []
-
-    def begin(*_: object) -> None:
-        before.append([backend.enabled for backend in backends])
-        for backend in backends:
-            backend.enabled = False
-
-    def end(*_: object) -> None:
-        if before:
-            for backend, enabled in zip(backends, before.pop(), strict=True):
-                backend.enabled = enabled
-
-    with ExitStack() as stack:
-        stack.callback(end)
-        for module in modules:
-            stack.callback(module.register_forward_pre_hook(begin).remove)
-            stack.callback(module.register_forward_hook(end, always_call=True).remove)
-        yield
 
 
 _NO_CHECKPOINTS = (
