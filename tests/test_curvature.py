@@ -386,10 +386,10 @@ class FusedAttention(Attention):
 class Bags(nn.Module):
     def __init__(self):
         super().__init__()
-        self.bag = nn.EmbeddingBag(5, 4)
+        self.table = nn.Parameter(torch.randn(5, 4))
 
-    def forward(self, x):
-        return self.bag(torch.arange(12).view(12, 1) % 5).mean(dim=1, keepdim=True)
+    def forward(self, x):  # the module nn.EmbeddingBag has a form of its own
+        return F.embedding_bag(torch.arange(12).view(12, 1) % 5, self.table).mean(dim=1, keepdim=True)
 
 
 class Distances(nn.Module):
@@ -459,11 +459,12 @@ class Sequences(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.rnn, self.head, self.seen, self.fails = nn.GRU(3, 4), nn.Linear(4, 1), set(), False
+        self.rnn, self.head, self.fails = nn.GRU(3, 4), nn.Linear(4, 1), False
+        self.notes = (set(),)  # a collection that is an attribute would be put back
         self.rnn.register_forward_hook(self.note)
 
     def note(self, *_):
-        self.seen.add(torch.backends.cudnn.enabled)
+        self.notes[0].add(torch.backends.cudnn.enabled)
         if self.fails:
             raise KeyError("stop")
 
@@ -479,7 +480,7 @@ def test_recurrent_modules_run_without_cudnn_and_all_is_put_back():
     assert torch.backends.cudnn.enabled
     method = br.Implicit(br.ConjugateGradient(2, damping=1.0))
     br.hypergradient(problem, b, b, method)
-    assert model.seen == {False}
+    assert model.notes[0] == {False}
     model.fails = True
     with pytest.raises(KeyError):
         br.hypergradient(problem, b, b, method)
@@ -487,7 +488,7 @@ def test_recurrent_modules_run_without_cudnn_and_all_is_put_back():
     assert (len(model.rnn._forward_hooks), len(model.rnn._forward_pre_hooks)) == hooks
     model.fails = False
     model(b[0])
-    assert model.seen == {False, True}
+    assert model.notes[0] == {False, True}
 
 
 @pytest.mark.parametrize(

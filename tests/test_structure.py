@@ -12,9 +12,18 @@ SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
     ["errors", "_tree", "_graph", "_random", "_convolution", "_batch_norm", "_layers"],
+    [
+        "_state",
+        "_watch",
+        "_processes",
+        "_embedding",
+        "_checked_loss",
+        "_foreign_parameters",
+        "_foreign_errors",
+    ],
     ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
     ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
-    ["empirical_fisher", "kronecker", "kfac", "result"],
+    ["empirical_fisher", "kronecker", "kfac", "result", "_singular", "_reach"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
     ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],
     ["testing"],

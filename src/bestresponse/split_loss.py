@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from . import _graph
+from ._checked_loss import checked_loss, refuse_not_finite
 from ._tree import Tree
-from .errors import ArgumentTypeError, EvaluationError
+from .errors import ArgumentTypeError, EvaluationError, require_parameters
 from .linearisation import Linearisation, reached_weights, warn_of_power_iterations
 from .outputs import with_graph
-from .passes import Passes, checked_loss, refuse_not_finite
+from .passes import Passes
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
@@ -43,6 +44,8 @@ def check_parts(curvature: Split) -> None:
                 f"{owner}.{name} must be a function; got {getattr(curvature, name)!r}. "
                 "It takes predict(model, hyper, batch) and loss(outputs, batch)."
             )
+    require_parameters(f"{owner}.predict", curvature.predict, "model, hyper, batch")
+    require_parameters(f"{owner}.loss", curvature.loss, "outputs, batch")
     check_rest(owner, curvature.rest)
 
 

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _random, _tree, checkpoint
+from ._checked_loss import checked_loss
 from ._requirements import check_hyper_optimizer, check_weight_optimizer, first_settings, set_groups
 from ._stream import Stream
 from .batches import weighted
 from .callbacks import Checkpoint
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
 from .implicit import Implicit, Method, attempt, check_method, differentiate
-from .passes import checked_loss
 from .problem import Problem
 from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
 from .solvers.base import require_integer

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _graph, _tree
+from .._checked_loss import checked_loss
 from .._tree import Tree
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
-from ..passes import checked_loss
 from ..problem import Problem
 from ..solvers.base import require_integer
 from .template import Template
