@@ -1,6 +1,6 @@
 """Embeddings for hypergradients: with dense gradients, and bags with a second derivative."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeGuard
 
@@ -38,6 +38,18 @@ def dense_embeddings(modules: Iterable[nn.Module], twice: bool) -> Iterator[None
 def has_max_norm(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
     """Whether a module edits its weights in a forward pass."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+
+
+@torch.no_grad()
+def clip_gradients(weights: Sequence[Tensor], largest: float) -> None:
+    """Scale all ``.grad`` down to a norm, sparse ones among them, which torch's own function refuses."""
+    for w in weights:
+        if w.grad is not None and w.grad.is_sparse:
+            w.grad = w.grad.coalesce()
+    gradients = [w.grad for w in weights if w.grad is not None]
+    norm = nn.utils.get_total_norm([g.values() if g.is_sparse else g for g in gradients])
+    for g in gradients:
+        g.mul_((largest / (norm + 1e-6)).clamp(max=1.0).to(g.device))
 
 
 class _Rows:

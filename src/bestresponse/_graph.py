@@ -104,6 +104,8 @@ def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
         _refuse_checkpoint(node)
         if node.name().startswith("WeightNormInterface"):
             raise second_derivative_error("weight_norm", "torch's second derivative of it is wrong")
+        if node.name() == "EmbeddingBackward0" and node._saved_sparse:
+            raise second_derivative_error("F.embedding", "its gradient is sparse, and loses derivatives")
         if node.name() == "CompiledFunctionBackward":
             raise second_derivative_error(COMPILED, "what it compiles has a first derivative only")
         function: Any = getattr(node, "_forward_cls", None)
@@ -114,10 +116,7 @@ def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
 
 
 def inspect_gradient(gradient: Iterable[Tensor], until: Iterable[Tensor] = ()) -> None:
-    """Raise when a gradient is sparse, or its graph holds a node through which it cannot be differentiated."""
-    gradient = list(gradient)
-    if any(g.layout != torch.strided for g in gradient):
-        raise second_derivative_error("an embedding", "its gradient is sparse")
+    """Raise when the graph of a gradient holds a node through which it cannot be differentiated."""
     for node in nodes(gradient, until):
         if node.name() in ("torch::autograd::NotImplemented", "torch::autograd::Error"):
             raise second_derivative_error("an operation of the training loss", _message_of(node))

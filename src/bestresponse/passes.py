@@ -128,10 +128,14 @@ class Passes:
             self._validating = False
 
     def conclude(self) -> None:
-        """Name parameters of others in the losses, and raise where a backward pass filled the ``.grad`` of weights."""
+        """Name parameters of others in the losses, after the last pass."""
+        self._refuse_filled()
         for name, foreign in self._foreign.items():
             if foreign:
                 warn_of_foreign_parameters(self.problem, name, foreign)
+
+    def _refuse_filled(self) -> None:
+        """Raise where a backward pass put the gradients of weights into their ``.grad``."""
         if filled := [name for name, p in self._live.items() if p.grad is not None]:
             raise SecondDerivativeError(
                 f"the derivatives of {named(filled)} must come out of torch.autograd.grad; a function of the model "
@@ -160,6 +164,7 @@ class Passes:
         return torch.stack(losses).sum()
 
     def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
+        self._refuse_filled()
         self.replay()
         problem, function = self.problem, getattr(self.problem, name)
         with problem.watch.over(name, {**self._fixed, **(weights or {})}):
@@ -244,7 +249,7 @@ class Passes:
         """Name tensors that passes changed and that are too large to be put back, once."""
         names = named(places_of(self._losses, moved))
         self.problem.warn_once(
-            ("too large", names),
+            "too large",
             f"a pass changed {names}, and the tensors of the modules beside weights and buffers are larger than "
             f"{LARGEST // 2**20} MiB, of which the largest are not put back: each hypergradient leaves a trace in "
             "them. Update them outside the losses.",

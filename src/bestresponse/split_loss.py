@@ -55,6 +55,8 @@ def check_rest(owner: str, rest: object) -> None:
         raise ArgumentTypeError(
             f"{owner}.rest must be a function (model, hyper, batch) -> scalar, or None; got {rest!r}."
         )
+    if callable(rest) and not hasattr(rest, "curvature_diagonal"):  # that is called with the model alone
+        require_parameters(f"{owner}.rest", rest, "model, hyper, batch")
 
 
 class SplitLinearisation(Linearisation):
