@@ -176,7 +176,8 @@ def test_edits_that_begin_later_and_edits_of_hyperparameters_are_named():
     assert float(next(problem.hyper.parameters()).detach().max()) > -2.0
 
 
-def test_an_edit_in_predict_alone_is_named():
+@pytest.mark.parametrize("kind", [br.GaussNewton, br.KFAC])
+def test_an_edit_in_predict_alone_is_named(kind):
     model, b = nn.Linear(3, 2), batch()
 
     def predict(m, h, b):
@@ -184,10 +185,25 @@ def test_an_edit_in_predict_alone_is_named():
         return m(b[0])
 
     kept = model.weight.detach().clone()
-    curvature = br.GaussNewton(predict, lambda o, b: F.mse_loss(o, b[1]), lambda m, h, b: h(m))
-    with pytest.raises(br.Error, match="must leave weights|must equal train_loss"):
-        br.hypergradient(problem_of(model), b, b, br.Implicit(br.Exact(), curvature))
+    curvature = kind(predict, lambda o, b: F.mse_loss(o, b[1]), lambda m, h, b: h(m))
+    with pytest.raises(br.Error, match=r"predict.*must leave weights.*weight.*as before"):
+        br.hypergradient(problem_of(model), b, b, br.Implicit(br.ConjugateGradient(3), curvature))
     assert torch.equal(model.weight, kept)
+
+
+def test_an_edit_in_a_backward_pass_is_named():
+    model, b = nn.Linear(3, 2), batch()
+
+    def edit(gradient):
+        model.weight.data.mul_(1.5)
+
+    def edited(m, h, b):
+        outputs = m(b[0])
+        outputs.register_hook(edit)
+        return F.mse_loss(outputs, b[1])
+
+    with pytest.raises(br.Error, match=r"backward pass must leave weights.*of weight"):
+        br.hypergradient(problem_of(model, val_loss=edited), b, b, br.Implicit(br.Exact()))
 
 
 def test_gradients_that_a_loss_fills_are_put_back():

@@ -165,12 +165,12 @@ class _Kept:
     def __init__(self, tensor: Tensor, copy: bool, summed: bool = False) -> None:
         self.tensor, self.version = tensor, tensor._version
         self.copy = tensor.detach().clone() if copy else None
-        self._sum = _sum_of_bits(tensor) if summed else None
+        self._sum = sum_of_bits(tensor) if summed else None
 
     def changed(self) -> bool:
         """Whether it was edited; without a copy and a sum, only what its version shows."""
         edited = bool(self.tensor._version != self.version)
-        return edited or (self._sum is not None and _sum_of_bits(self.tensor) != self._sum)
+        return edited or (self._sum is not None and sum_of_bits(self.tensor) != self._sum)
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -192,7 +192,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x, y) if integers is None else torch.equal(x.view(integers), y.view(integers))
 
 
-def _sum_of_bits(x: Tensor) -> int | None:
+def sum_of_bits(x: Tensor) -> int | None:
     """A number that changes with any one entry; None where the layout has no such view."""
     integers = _INTEGERS.get(x.itemsize)
     if integers is None or type(x) not in (Tensor, nn.Parameter, nn.Buffer):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ._state import put_back, same_bits
+from ._state import put_back, same_bits, sum_of_bits
 from .errors import EvaluationError, named
 
 
@@ -28,14 +28,16 @@ class Watch:
 
     @contextmanager
     def hypergradient(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compare once more around all passes of the first hypergradient, with their backward passes."""
+        """Compare around the whole first hypergradient, with its backward passes: sums of all bits, without a copy."""
         if self.done:
             yield
             return
         self.first = True
         try:
-            with _put_back_and_told("a pass", tensors):
-                yield
+            before = {key: sum_of_bits(x) for key, x in tensors.items()}
+            yield
+            if moved := [key for key, x in tensors.items() if sum_of_bits(x) != before[key]]:
+                raise _moved("a hypergradient's backward pass", moved, "They could not be put back.")
             self.done = True
         finally:
             self.first = False
@@ -45,7 +47,7 @@ class Watch:
         """Raise where one pass of the loss of this name changes one of these."""
         versions = {key: x._version for key, x in tensors.items()}
         kept = {key: x for key, x in tensors.items() if self.first or key in self._edited}
-        with _put_back_and_told(name, kept):
+        with unmoved(name, kept):
             yield
         edited = [key for key, version in versions.items() if tensors[key]._version != version]
         if self.first:
@@ -55,7 +57,7 @@ class Watch:
 
 
 @contextmanager
-def _put_back_and_told(name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def unmoved(name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Put back what has other values at the end, and raise where nothing else was raised."""
     kept = {key: x.detach().clone() for key, x in tensors.items()}
     moved: list[str] = []

@@ -1,7 +1,7 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -127,6 +127,10 @@ class Passes:
         finally:
             self._validating = False
 
+    def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """A context for what runs a loss, or a part of it: raises where it edits weights or hyperparameters."""
+        return self.problem.watch.over(name, {**self._fixed, **(weights or {})})
+
     def conclude(self) -> None:
         """Name parameters of others in the losses, after the last pass."""
         self._refuse_filled()
@@ -167,7 +171,7 @@ class Passes:
         self._refuse_filled()
         self.replay()
         problem, function = self.problem, getattr(self.problem, name)
-        with problem.watch.over(name, {**self._fixed, **(weights or {})}):
+        with self.unmoved(name, weights):
             if weights is None:
                 loss = function(problem.model, problem.hyper, batch)
             else:

@@ -73,10 +73,11 @@ class SplitLinearisation(Linearisation):
         if curvature.rest is None:
             self.detail = "rest by difference: each product costs a Hessian product more; give rest"
         passes.replay()
-        outputs = self.predict(curvature, passes, batch)
-        moving = with_graph(outputs, self._owner)
-        fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
-        rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
+        with passes.unmoved(f"{self._owner}.predict, .loss or .rest"):
+            outputs = self.predict(curvature, passes, batch)
+            moving = with_graph(outputs, self._owner)
+            fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
+            rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
         whole = fitted + rest
         refuse_not_finite("train_loss", whole)
         _compare(curvature, passes, batch, whole)
