@@ -1,6 +1,6 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -17,14 +17,14 @@ from ._embedding import dense_embeddings, has_max_norm
 from ._foreign_parameters import foreign_parameters, warn_of_foreign_parameters
 from ._layers import cheap_layers
 from ._state import LARGEST, ModuleState, places_of
+from ._substitution import Losses, no_checkpoints, places
 from ._tree import Tree
 from .batches import weighted
-from .errors import ArgumentError, EvaluationError, SecondDerivativeError, named
+from .errors import EvaluationError, SecondDerivativeError, named
 
 if TYPE_CHECKING:
     from .problem import Problem
 
-Loss = Callable[[Any, Any, Any], Tensor]
 Buffers = dict[nn.Module, dict[str, Tensor | None]]
 
 
@@ -61,7 +61,7 @@ class Passes:
         self._seed = seed
         self._carried: Buffers = {}
         self._number = 0
-        self._losses = _Losses(problem.model, problem.hyper)
+        self._losses = Losses(problem.model, problem.hyper)
         self._validating = False
         self._foreign: dict[str, list[nn.Parameter]] = {}
 
@@ -302,58 +302,3 @@ def _without(backends: Sequence[Any], modules: Iterable[nn.Module]) -> Iterator[
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
         yield
-
-
-_NO_CHECKPOINTS = (
-    "this method puts other tensors in the place of the weights, and needs a forward pass without "
-    "torch.utils.checkpoint and other hooks of saved tensors: a part that is computed again in the backward pass "
-    "would see the weights themselves. Turn it off in the model, or use Implicit() with Hessian() or GaussNewton, "
-    "which work with use_reentrant=False."
-)
-
-
-@contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuse checkpointing where other tensors stand in the place of weights: with these back it computes others."""
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTS):
-            yield
-    except RuntimeError as error:
-        if str(error) != _NO_CHECKPOINTS:
-            raise
-        raise EvaluationError(_NO_CHECKPOINTS) from error
-
-
-def places(root: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Every place of these tensors below ``root``, with the tensor's name; each place once.
-
-    functional_call does not put back what it replaced twice, as in a module that is registered under two names.
-    """
-    names = {id(x): name for name, x in tensors.items()}
-    return {
-        f"{path}.{leaf}": names[id(p)]
-        for path, module in root.named_modules()
-        for leaf, p in module._parameters.items()
-        if id(p) in names
-    }
-
-
-def refuse_max_norm(model: nn.Module, who: str) -> None:
-    """Raise for embeddings that edit their weights in a forward pass."""
-    bounded = [name for name, module in model.named_modules() if has_max_norm(module)]
-    if bounded:
-        raise ArgumentError(
-            f"{who} puts other values in the place of the weights and needs embeddings without max_norm, which edits "
-            f"them outside the graph; got {bounded[:5]} with it. Normalise the looked-up rows in the model's forward."
-        )
-
-
-class _Losses(nn.Module):
-    """One module that holds model and hyper, so that one functional_call can put tensors into both."""
-
-    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
-        super().__init__()
-        self.model, self.hyper = model, hyper
-
-    def forward(self, loss: Loss, batch: Any) -> Tensor:
-        return loss(self.model, self.hyper, batch)

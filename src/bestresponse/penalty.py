@@ -11,11 +11,12 @@ from torch import Tensor
 
 from . import _graph, _tree
 from ._reach import reaches, refuse_unreached, unreached_by_validation
+from ._substitution import refuse_max_norm
 from ._tree import Tree
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine
 from .linearisation import warn_of_unreached
-from .passes import Passes, refuse_max_norm
+from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting

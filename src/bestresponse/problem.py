@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from . import _tree
 from ._processes import refuse_several_processes
+from ._substitution import Loss
 from ._tree import Tree
 from ._watch import Watch
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
-from .passes import Loss, Passes
+from .passes import Passes
 
 
 class Problem:
