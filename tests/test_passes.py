@@ -97,6 +97,23 @@ def test_what_a_module_keeps_is_put_back_and_each_pass_starts_from_it(method):
         assert all(torch.allclose(first.total[n], x, rtol=1e-5, atol=1e-7) for n, x in exact.total.items())
 
 
+def test_what_a_loss_freezes_is_trainable_again():
+    model, b = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), batch()
+
+    def last_alone(m, h, b):
+        m[0].requires_grad_(False)
+        return fit(m, h, b)
+
+    frozen, plain = (
+        br.hypergradient(problem_of(model, val_loss=v), b, b, br.Implicit(br.Exact()))
+        for v in (last_alone, fit)
+    )
+    assert all(p.requires_grad for p in model.parameters())
+    # The first layer takes part in the training loss, and so in the response.
+    assert float(frozen.total["log_decay.0.weight"]) != 0
+    assert frozen.norm != plain.norm
+
+
 def test_state_after_an_error_is_that_before():
     model = Moving()
     before = model.state()

@@ -16,6 +16,7 @@ LAYERS = [
         "_state",
         "_watch",
         "_processes",
+        "_substitution",
         "_embedding",
         "_checked_loss",
         "_foreign_parameters",

@@ -22,9 +22,10 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 class ModuleState:
     """The state of some modules, without their weights and buffers, as it was when this object was made.
 
-    The attributes of each module are put back as objects. Of those, lists, dicts, sets and deques are put back with
-    their entries, generators with their state, and tensors and arrays by value; so are tensors in the collections and
-    frozen parameters. Nothing deeper is seen. Tensors that do not fit into `LARGEST` bytes together are watched only.
+    Parameters are trainable or frozen as before. The attributes of each module are put back as objects. Of those,
+    lists, dicts, sets and deques are put back with their entries, generators with their state, and tensors and arrays
+    by value; so are tensors in the collections and frozen parameters. Nothing deeper is seen. Tensors that do not fit
+    into `LARGEST` bytes together are watched only.
 
     Args:
         modules: whose state it is.
@@ -44,6 +45,8 @@ class ModuleState:
             (compiled if isinstance(module, scripted) else plain).append(module)
         self._silent, self._thorough = silent, thorough
         self._attributes = {module: _Attributes(module) for module in plain}
+        parameters = (p for m in plain for p in m._parameters.values() if p is not None)
+        self._requires = [(p, p.requires_grad) for p in (*live.values(), *parameters)]
         # Embeddings with max_norm edit their weights, and buffers of scripted modules can't be swapped.
         changing = [m.weight for m in plain if has_max_norm(m)]
         changing += [b for m in compiled for b in m.buffers(recurse=False)]
@@ -79,6 +82,7 @@ class ModuleState:
         """Put everything back."""
         for attributes in self._attributes.values():
             attributes.restore()
+        self.unfreeze()
         for kept in self._changing.values():
             kept.restore()
         for kept in self._others:
@@ -91,6 +95,12 @@ class ModuleState:
                 and not edited
             ):
                 self._silent.add(id(kept.tensor))
+
+    def unfreeze(self) -> None:
+        """Let parameters require gradients as before."""
+        for p, requires in self._requires:
+            if p.requires_grad is not requires:
+                p.requires_grad_(requires)
 
     def moved(self) -> list[Tensor]:
         """The tensors without a copy that have changed, and so can't be put back."""

@@ -180,6 +180,7 @@ class Passes:
                     loss = torch.func.functional_call(
                         self._losses, placed, (function, batch), tie_weights=False
                     )
+        self._state.unfreeze()
         for p in self._live.values():  # a backward pass inside the loss fills them too
             p.grad = None
         loss = checked_loss(name, loss)

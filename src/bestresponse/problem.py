@@ -16,7 +16,7 @@ from ._processes import refuse_several_processes
 from ._substitution import Loss
 from ._tree import Tree
 from ._watch import Watch
-from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
 from .passes import Passes
 
 
@@ -68,7 +68,8 @@ class Problem:
         self.model, self.hyper = model, hyper
         self.train_loss, self.val_loss, self.val_mode = train_loss, val_loss, val_mode
         refuse_several_processes(
-            model.modules(), {**dict(model.named_parameters()), **dict(hyper.named_parameters())}
+            (*model.modules(), *hyper.modules()),
+            {**dict(model.named_parameters()), **dict(hyper.named_parameters())},
         )
         self.weights, self.hyperparameters = _split(model, hyper)
         self.watch = Watch()
@@ -231,6 +232,7 @@ def _check_arguments(
                 f"Problem.{name} must be a function (model, hyper, batch) -> scalar tensor; "
                 f"got {type(loss).__name__}."
             )
+        require_parameters(f"Problem.{name}", loss, "model, hyper, batch")
     if val_mode not in ("eval", "as_is"):
         raise ArgumentError(f'Problem.val_mode must be "eval" or "as_is"; got {val_mode!r}.')
 
