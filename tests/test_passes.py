@@ -90,6 +90,8 @@ def test_what_a_module_keeps_is_put_back_and_each_pass_starts_from_it(method):
     problem.forget(method)
     again = br.hypergradient(problem, b, b, method, weight_optimizer=torch.optim.SGD(model.parameters(), 0.1))
     assert all(torch.equal(x, again.total[n]) for n, x in first.total.items())
+    after = model.state()
+    assert all(torch.equal(x, y) for x, y in zip(before[0], after[0], strict=True))
     # Where each pass began somewhere else, a difference of two passes would be far off.
     if method is METHODS["differences"]:
         problem.forget(method)
@@ -352,6 +354,27 @@ def test_the_backward_pass_of_the_validation_loss_runs_in_its_mode(name, how):
     assert model.path.training
     for n, x in expected.total.items():
         assert torch.allclose(got.total[n], x, rtol=1e-9, atol=1e-12)
+
+
+def test_a_part_that_is_computed_again_draws_the_same_masks():
+    model, b = Recomputed(plainly), batch()
+    found = []
+    for run in (plainly, lambda m, x: HomeMade.apply(m.block, x, m.first.weight, m.first.bias)):
+
+        def val(m, h, b, run=run):
+            return F.mse_loss(m.last(run(m, b[0])), b[1])
+
+        problem = problem_of(model, val_loss=val, val_mode="as_is")
+        found.append(br.hypergradient(problem, b, b, br.Implicit(br.Exact()), seed=3).total)
+    assert all(torch.allclose(x, found[1][n], rtol=1e-9, atol=1e-12) for n, x in found[0].items())
+
+
+def test_edits_in_a_hypernetwork_are_named():
+    model, b = Clamped(clamp_data), batch()
+    nn.init.constant_(model.inside.weight, 0.5)
+    network = br.hypernetworks.LinearHypernetwork(problem_of(model))
+    with pytest.raises(br.Error, match=r"val_loss must leave.*inside\.weight"):
+        br.hypergradient(network.problem, b, b, br.Direct())
 
 
 def test_checkpoints_with_dropout_in_a_validation_loss_of_training_mode():
