@@ -18,8 +18,8 @@ _CAUSES = (
         "modified by an inplace operation",
         "what the backward pass needs must stay as it was; the model or the loss edits a tensor in place after it was "
         "used. Replace the edit by an operation that makes a new tensor, or edit a clone. Where each pass moves a "
-        "frozen parameter or an attribute that a derivative needs, move it outside the losses, or use a single batch and "
-        "Hessian() ({error}).",
+        "frozen parameter or an attribute that a derivative needs, move it outside the losses, or use a single "
+        "batch and Hessian() ({error}).",
     ),
     (
         "Sparse",
