@@ -135,8 +135,7 @@ class Passes:
         """Name parameters of others in the losses, after the last pass."""
         self._refuse_filled()
         for name, foreign in self._foreign.items():
-            if foreign:
-                warn_of_foreign_parameters(self.problem, name, foreign)
+            warn_of_foreign_parameters(self.problem, name, foreign)
 
     def _refuse_filled(self) -> None:
         """Raise where a backward pass put the gradients of weights into their ``.grad``."""
@@ -184,8 +183,8 @@ class Passes:
         for p in self._live.values():  # a backward pass inside the loss fills them too
             p.grad = None
         loss = checked_loss(name, loss)
-        if problem.watch.first:
-            self._foreign[name] = foreign_parameters(problem, loss)
+        if problem.watch.first and (foreign := foreign_parameters(problem, loss)):
+            self._foreign[name] = foreign
         refuse_not_finite(name, loss)
         if weights is not None:
             self._refuse_captured(name, loss, weights)
