@@ -1,8 +1,4 @@
 import itertools
-import json
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -354,67 +350,6 @@ def test_fused_attention():
     # Second derivatives take the math backend by themselves.
     assert torch.equal(vector(exact[0]), vector(exact[1]))
     assert torch.allclose(vector(results[0]), vector(results[1]), rtol=1e-3, atol=1e-6)
-
-
-SHARDED = """
-import json, os, sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.device_mesh import init_device_mesh
-import bestresponse as br
-
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-torch.manual_seed(0)
-plain, sharded = (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(2))
-sharded.load_state_dict(plain.state_dict())
-mesh = init_device_mesh("cpu", (2,))
-for part in (sharded[0], sharded[2], sharded):
-    fully_shard(part, mesh=mesh)
-batch = (torch.randn(12, 3), torch.randn(12), torch.randint(2, (12,)))
-
-def train_loss(model, hyper, batch):
-    x, y, source = batch
-    return (hyper["weights"].exp()[source] * (model(x)[:, 0] - y).square()).mean()
-
-def val_loss(model, hyper, batch):
-    return (model(batch[0])[:, 0] - batch[1]).abs().mean()
-
-totals = []
-for model in (plain, sharded):
-    problem = br.Problem(model, nn.ParameterDict({"weights": torch.zeros(2)}), train_loss, val_loss)
-    method = br.Penalty(5, 0.1, rule=br.rules.SGD(0.9))
-    before = [p.detach().clone() for p in model.parameters()]
-    for _ in range(2):
-        h = br.hypergradient(problem, batch, batch, method)
-    assert all(p.grad is None for p in model.parameters())
-    whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x
-    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(before, model.parameters()))
-    totals.append(h.total["weights"].tolist())
-if rank == 0:
-    print(json.dumps(totals))
-dist.destroy_process_group()
-"""
-
-
-def test_a_sharded_model(tmp_path):
-    """FSDP2 over two processes: the second weights run through it, and the answer is that of the whole model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), str(rank), port], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=240)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    plain, sharded = json.loads(printed[0].splitlines()[-1])
-    assert sharded == pytest.approx(plain, rel=1e-4)
-    assert max(map(abs, plain)) > 1e-4
 
 
 @pytest.mark.parametrize(

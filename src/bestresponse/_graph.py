@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .errors import EvaluationError, SecondDerivativeError
+from .errors import SecondDerivativeError
 
 # Every function wrapped by once_differentiable shares the code object of one inner function.
 _ONCE = once_differentiable(lambda ctx: None).__code__
+
+COMPILED = "a module or function under torch.compile"
 
 _WAYS_OUT = (
     (
@@ -26,10 +28,15 @@ _WAYS_OUT = (
         "run the loss under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose attention has "
         "second derivatives",
     ),
+    (
+        "selective checkpoint",
+        "checkpoint without context_fn (use_reentrant=False), or use Implicit(curvature=FiniteDifference())",
+    ),
     ("checkpoint", "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"),
     (
         "torch.compile",
-        "give Problem the module as it was before torch.compile, and train with the compiled one",
+        "give Problem the module or loss as it was before torch.compile, and train with the compiled one; or use "
+        "Implicit(curvature=FiniteDifference())",
     ),
     (
         "weight_norm",
@@ -38,6 +45,7 @@ _WAYS_OUT = (
     ),
     ("jvp function", "use Hessian(), whose products go in reverse mode, or FiniteDifference()"),
     ("forward AD", "use Hessian(), whose products go in reverse mode, or FiniteDifference()"),
+    ("sparse", "call F.embedding with sparse=False; nn.Embedding and nn.EmbeddingBag need no change"),
     ("CuDNN", "run the loss under torch.backends.cudnn.flags(enabled=False)"),
     ("", "write the operation with twice differentiable ones, or use Implicit(curvature=FiniteDifference())"),
 )
@@ -62,8 +70,13 @@ def nodes(tensors: Iterable[Tensor], until: Iterable[Tensor] = ()) -> Iterator[A
 
 def leaves(loss: Tensor, until: Iterable[Tensor] = ()) -> set[int]:
     """The identities of the leaves (parameters) that a loss depends on."""
-    found = {id(node.variable) for node in nodes([loss], until) if hasattr(node, "variable")}
-    return found | {id(loss)} if loss.is_leaf else found
+    return {id(x) for x in variables(loss, until)}
+
+
+def variables(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The leaves that a loss depends on."""
+    found = [node.variable for node in nodes([loss], until) if hasattr(node, "variable")]
+    return [*found, loss] if loss.is_leaf else found
 
 
 def uses(tensors: Iterable[Tensor]) -> Counter[int]:
@@ -91,6 +104,10 @@ def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
         _refuse_checkpoint(node)
         if node.name().startswith("WeightNormInterface"):
             raise second_derivative_error("weight_norm", "torch's second derivative of it is wrong")
+        if node.name() == "EmbeddingBackward0" and node._saved_sparse:
+            raise second_derivative_error("F.embedding", "its gradient is sparse, and loses derivatives")
+        if node.name() == "CompiledFunctionBackward":
+            raise second_derivative_error(COMPILED, "what it compiles has a first derivative only")
         function: Any = getattr(node, "_forward_cls", None)
         backward = getattr(function, "backward", None)
         if getattr(backward, "__code__", None) is _ONCE:
@@ -156,20 +173,6 @@ def missing_derivatives_told() -> Iterator[None]:
         if not _is_missing_derivative(error):
             raise
         raise second_derivative_error("an operation of the training loss", str(error)) from error
-
-
-@contextmanager
-def freed_graphs_told() -> Iterator[None]:
-    """Say what it means when torch meets a graph of an earlier pass."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise EvaluationError(
-            "each pass must compute everything from weights and hyperparameters anew; a module or a function keeps a "
-            "tensor with the graph of an earlier pass. Compute it in each call, or keep it detached."
-        ) from error
 
 
 class Pushforward:

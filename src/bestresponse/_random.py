@@ -46,17 +46,18 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def kinds() -> tuple[type, ...]:
+    """The classes of generators, as far as their modules are loaded."""
+    numpy = sys.modules.get("numpy")
+    own = [numpy.random.Generator, numpy.random.RandomState] if numpy is not None else []
+    return (torch.Generator, random.Random, *own)
+
+
 def generators(owner: object, place: str = "") -> dict[str, Any]:
     """The generators that are attributes of a collection, or of what it is made of, by place and name."""
-    numpy = sys.modules.get("numpy")
-    kinds = (
-        torch.Generator,
-        random.Random,
-        *([numpy.random.Generator, numpy.random.RandomState] if numpy else []),
-    )
     found = {}
     for name, value in getattr(owner, "__dict__", {}).items():
-        if isinstance(value, kinds):
+        if isinstance(value, kinds()):
             found[place + name] = value
         elif name in _PARTS:
             for number, part in enumerate(value if isinstance(value, list | tuple) else [value]):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _graph, _tree
+from ._substitution import refuse_max_norm
 from ._tree import Tree
 from .batches import Batches
 from .errors import ArgumentError
@@ -24,7 +25,7 @@ from .linearisation import (
     warn_of_power_iterations,
     warn_of_unreached,
 )
-from .passes import Passes, refuse_max_norm
+from .passes import Passes
 from .problem import Problem
 from .solvers.base import require, require_number
 

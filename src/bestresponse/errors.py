@@ -3,7 +3,9 @@
 Each message says what was required, what was got, and what to do.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class Error(Exception):
@@ -47,3 +49,19 @@ def named(names: Iterable[object], most: int = 5) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(map(str, listed[:most])) + more
+
+
+def require_parameters(owner: str, function: Callable[..., Any], names: str) -> None:
+    """Raise for a function that can't be called with arguments of these names, by position."""
+    called = getattr(function, "forward", function)  # a module's own call takes anything
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # some built-in functions tell none
+        return
+    try:
+        signature.bind(*names.split(", "))
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{owner} must be a function ({names}); got one with the parameters {signature}: {error}. Bind further "
+            "arguments with functools.partial, or take them from the batch."
+        ) from error

@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _graph, _tree
+from ._foreign_errors import foreign_errors_told
 from ._forms import paused
+from ._reach import reaches, refuse_unreached, unreached_by_validation
+from ._singular import singular_operation
 from ._tree import Tree
 from .batches import weighted
 from .curvature import Hessian, linearise
@@ -117,8 +120,14 @@ def differentiate(
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
-    with _graph.freed_graphs_told(), problem.undisturbed(seed, known, method.twice) as passes:
-        return method.differentiate(passes, train_batch, val_batch)
+    with (
+        foreign_errors_told(),
+        problem.watch.hypergradient(problem.live()),
+        problem.undisturbed(seed, known, method.twice) as passes,
+    ):
+        result = method.differentiate(passes, train_batch, val_batch)
+        passes.conclude()
+        return result
 
 
 def attempt(
@@ -212,16 +221,18 @@ class Implicit(Method):
         solution = self._solve(passes, train_batch, system, b)
         missing = self._missing(system, solution, b)
         stretch = damping_stretch(solution, b)
-        del b
         indirect = {n: None if x is None else -x for n, x in system.mixed(solution.x).items()}
         result = combine(problem, val_loss, direct, indirect)
         size = result.norm
+        singular = ""
+        if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
+            singular = singular_operation(passes, train_batch, b)
         report = replace(
             solution.report,
             status=self._status(solution.report),
             hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
             damping_effect=damping_effect(result, stretch),
-            detail="; ".join(filter(None, (solution.report.detail, system.detail))),
+            detail="; ".join(filter(None, (singular, solution.report.detail, system.detail))),
         )
         if math.isfinite(size):
             problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
@@ -311,29 +322,39 @@ class Direct(Method):
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
-        val_loss, _, direct = validation_gradient(passes, val_batch)
+        val_loss, _, direct = validation_gradient(passes, val_batch, through_weights=False)
         if any(x is None for x in direct.values()):
             refuse_unreached(problem, direct, _graph.leaves(passes.train_loss(train_batch)))
         return combine(problem, val_loss, direct, {})
 
 
 def validation_gradient(
-    passes: Passes, batch: Any, weights: Mapping[str, Tensor] | None = None
+    passes: Passes, batch: Any, weights: Mapping[str, Tensor] | None = None, through_weights: bool = True
 ) -> tuple[float, Tree, dict[str, Tensor | None]]:
-    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ)."""
+    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ).
+
+    With ``through_weights`` it raises where L_V depends on no weight at all.
+    """
     problem = passes.problem
     at = problem.weights if weights is None else weights
     inputs = [*at.values(), *problem.hyperparameters.values()]
     total: list[Tensor | None] = [None] * len(inputs)
-    value = 0.0
-    # The graph of one batch at a time.
+    value, reached = 0.0, not through_weights
+    # The graph of one batch at a time; its backward pass in the mode of the loss too.
     for number, (piece, weight) in enumerate(weighted(batch)):
-        with passes.numbered(number):
+        with passes.numbered(number), passes.validating():
             loss = passes.val_loss(piece, None if weights is None else dict(weights))
-        _graph.refuse_reentrant(loss)
-        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+            _graph.refuse_reentrant(loss)
+            passes.rewind()
+            gradients = [
+                g.to_dense() if g is not None and g.layout != torch.strided else g
+                for g in torch.autograd.grad(loss, inputs, allow_unused=True)
+            ]
+        reached = reached or reaches(loss, gradients[: len(at)], at.values())
         total = [_graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
         value += weight * float(loss.detach())
+    if not reached:
+        raise unreached_by_validation(problem)
     of_weights = {
         n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
     }
@@ -344,26 +365,6 @@ def validation_gradient(
             "Look for sqrt, log or division at zero in it."
         )
     return value, of_weights, direct
-
-
-def refuse_unreached(
-    problem: Problem, direct: Mapping[str, Tensor | None], reached_by_training: set[int]
-) -> None:
-    """Raise for hyperparameters that reach neither loss."""
-    lost = [
-        name
-        for name, p in problem.hyperparameters.items()
-        if direct[name] is None and id(p) not in reached_by_training
-    ]
-    if lost:
-        asleep = "" if problem.model.training else " (The model is in eval mode, which turns dropout off.)"
-        raise EvaluationError(
-            f"every hyperparameter must reach train_loss or val_loss; {lost[:5]} reach neither, so that their "
-            "hypergradient would be zero. Use them in a loss, through the argument hyper. A learning rate or another "
-            "setting of the optimiser does not move the weights' best response, and is tuned through the steps: "
-            "Unrolled or Forward, with functions of hyper in their step_size and rule. Freeze the rest with "
-            f"requires_grad_(False).{asleep}"
-        )
 
 
 def combine(

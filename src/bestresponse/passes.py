@@ -1,7 +1,7 @@
 """Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -11,27 +11,36 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import _graph, _random
+from ._checked_loss import checked_loss, refuse_not_finite
+from ._embedding import dense_embeddings, has_max_norm
+from ._foreign_parameters import foreign_parameters, warn_of_foreign_parameters
 from ._forms import first_derivatives, second_derivatives
+from ._state import LARGEST, ModuleState, places_of
+from ._substitution import Losses, no_checkpoints, places
 from ._tree import Tree
 from .batches import weighted
-from .errors import ArgumentError, EvaluationError, NotFiniteError
+from .errors import EvaluationError, SecondDerivativeError, named
 
 if TYPE_CHECKING:
     from .problem import Problem
 
-Loss = Callable[[Any, Any, Any], Tensor]
 Buffers = dict[nn.Module, dict[str, Tensor | None]]
 
 
 class Passes:
     """Runs a problem's losses so that nothing of it is left behind.
 
-    Buffers, training modes and the random state of every device are put back at the end, also after
+    Buffers, training modes, ``.grad`` and the random state of every device are put back at the end, also after
     an error. Each pass starts from the same buffers and the same random state, so that all of them see
     the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
-    state of its own. For second derivatives, attention and recurrent layers run by plain operations, and
-    convolutions and norms in forms of our own, since torch's backward of them has no derivative, a wrong one or
-    a slow one. For first derivatives, recurrent layers in eval mode run without cuDNN, which refuses them.
+    state of its own. The same holds for what registered modules keep beside weights and buffers: frozen parameters,
+    and attributes with their entries (numbers, tensors, generators, lists), but nothing deeper. Tensors that do not
+    fit into 256 MiB together are not put back, but named where they changed. A pass that changes a weight or
+    a hyperparameter is an error. Embeddings have dense gradients.
+
+    For second derivatives, attention and recurrent layers run by plain operations, and convolutions and norms in
+    forms of our own, since torch's backward of them has no derivative, a wrong one or a slow one. For first
+    derivatives, recurrent layers in eval mode run without cuDNN, which refuses them.
 
     Attributes:
         problem: whose losses they are.
@@ -50,28 +59,29 @@ class Passes:
         self._seed = seed
         self._carried: Buffers = {}
         self._number = 0
-        self._losses = _Losses(problem.model, problem.hyper)
+        self._losses = Losses(problem.model, problem.hyper)
+        self._validating = False
+        self._foreign: dict[str, list[nn.Parameter]] = {}
 
     def __enter__(self) -> Self:
-        scripted = torch.jit.ScriptModule
-        modules = (*self.problem.model.modules(), *self.problem.hyper.modules())
+        problem, scripted = self.problem, torch.jit.ScriptModule
+        modules = (*problem.model.modules(), *problem.hyper.modules())
         self._training = {module: module.training for module in modules}
-        self._attributes = {m: _tensor_attributes(m) for m in self._training}
-        self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
-        # What can't be swapped, or is no buffer and yet changes in a forward pass, is copied.
-        changing = [b for m in self._training if isinstance(m, scripted) for b in m.buffers(recurse=False)]
-        changing += [
-            m.weight
-            for m in self._training
-            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
-        ]
-        self._by_value = [(x.detach(), x.detach().clone()) for x in changing]
-        self._before = self._replayed = _random.snapshot()
         self._stack = ExitStack()
-        self._stack.callback(self._restore)
         with self._stack:
             self._stack.enter_context(torch.inference_mode(False))
+            self._stack.enter_context(dense_embeddings(self._training, self.twice))
+            self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
+            self._live = problem.live()
+            renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are put back below
+            self._fixed = {n: p for n, p in self._live.items() if id(p) not in renormed}
+            self._grads = [(p, p.grad) for p in self._live.values()]
+            self._state = ModuleState(self._training, self._live, problem.watch.silent, problem.watch.first)
+            self._before = self._replayed = _random.snapshot()
+            self._stack.callback(self._restore)
             self._stack.enter_context(torch.enable_grad())
+            for p in self._live.values():
+                p.grad = None
             if self.twice:
                 self._stack.enter_context(second_derivatives())
             elif any(isinstance(m, nn.RNNBase) for m in modules):
@@ -96,11 +106,42 @@ class Passes:
         return self._mean("train_loss", batch, weights)
 
     def val_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
-        """L_V, likewise, in the mode that the problem asks for."""
-        if self.problem.val_mode == "as_is":
+        """L_V, likewise, in the mode that the problem asks for; differentiate it within `validating`."""
+        with self.validating():
             return self._mean("val_loss", batch, weights)
-        with self.eval_mode():
-            return self._mean("val_loss", batch, weights)
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """The mode of the validation loss, for its backward pass too, which may run parts of the model again."""
+        if self.problem.val_mode == "as_is" or self._validating:
+            yield
+            return
+        try:
+            self._validating = True
+            with self.eval_mode():
+                yield
+        finally:
+            self._validating = False
+
+    def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """A context for what runs a loss, or a part of it: raises where it edits weights or hyperparameters."""
+        return self.problem.watch.over(name, {**self._fixed, **(weights or {})})
+
+    def conclude(self) -> None:
+        """Name parameters of others in the losses, after the last pass."""
+        self._refuse_filled()
+        for name, foreign in self._foreign.items():
+            warn_of_foreign_parameters(self.problem, name, foreign)
+
+    def _refuse_filled(self) -> None:
+        """Raise where a backward pass put the gradients of weights into their ``.grad``."""
+        if filled := [name for name, p in self._live.items() if p.grad is not None]:
+            raise SecondDerivativeError(
+                f"the derivatives of {named(filled)} must come out of torch.autograd.grad; a function of the model "
+                "runs a backward pass inside its own, which fills .grad in their place (reversible blocks, home-made "
+                "checkpoints), so that paths are lost. Use torch.utils.checkpoint with use_reentrant=False, or run "
+                "these parts without it."
+            )
 
     @contextmanager
     def numbered(self, number: int) -> Iterator[None]:
@@ -122,15 +163,24 @@ class Passes:
         return torch.stack(losses).sum()
 
     def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
+        self._refuse_filled()
         self.replay()
-        function = getattr(self.problem, name)
-        if weights is None:
-            loss = function(self.problem.model, self.problem.hyper, batch)
-        else:
-            placed = {place: weights[name] for place, name in self._places.items()}
-            with no_checkpoints():
-                loss = torch.func.functional_call(self._losses, placed, (function, batch), tie_weights=False)
+        problem, function = self.problem, getattr(self.problem, name)
+        with self.unmoved(name, weights):
+            if weights is None:
+                loss = function(problem.model, problem.hyper, batch)
+            else:
+                placed = {place: weights[name] for place, name in self._places.items()}
+                with no_checkpoints():
+                    loss = torch.func.functional_call(
+                        self._losses, placed, (function, batch), tie_weights=False
+                    )
+        self._state.unfreeze()
+        for p in self._live.values():  # a backward pass inside the loss fills them too
+            p.grad = None
         loss = checked_loss(name, loss)
+        if problem.watch.first and (foreign := foreign_parameters(problem, loss)):
+            self._foreign[name] = foreign
         refuse_not_finite(name, loss)
         if weights is not None:
             self._refuse_captured(name, loss, weights)
@@ -150,9 +200,14 @@ class Passes:
         return places(self._losses, self.problem.weights)
 
     def replay(self) -> None:
-        """Start a pass: buffers as they were, random state likewise, no weight cast before."""
+        """Start a pass: buffers, attributes and random state as they were, no weight cast before."""
         torch.clear_autocast_cache()
         self._collect()
+        self._state.restore()
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Buffers and random state as at the start of the pass, for a backward pass that runs parts of it again."""
         copies: dict[int, Tensor] = {}
         for module, buffers in self._buffers.items():
             carried = self._carried.get(module, {})
@@ -161,7 +216,6 @@ class Passes:
                 if buffer is not None and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 module._buffers[name] = None if buffer is None else copies[id(buffer)]
-        self._copy_back()
         _random.restore(self._replayed)
         if self._number:
             _random.seed_all(int(torch.randint(2**62, ())) + self._number)
@@ -170,12 +224,15 @@ class Passes:
         self._collect()
         for module, buffers in self._buffers.items():
             module._buffers.update(buffers)
-        self._copy_back()
-        for module, kept in self._attributes.items():
-            module.__dict__.update(kept)
+        moved = self._state.moved()
+        self._state.restore()
         for module, training in self._training.items():
             module.training = training
+        for p, grad in self._grads:
+            p.grad = grad
         _random.restore(self._before)
+        if moved:
+            self._tell(moved)
 
     def _collect(self) -> None:
         """Take over buffers that a pass made or grew: a cache, to which other state of the module belongs."""
@@ -186,12 +243,17 @@ class Passes:
                     buffer is not None and (kept is None or kept.shape != buffer.shape)
                 ):
                     buffers[name] = buffer
+                    self._state.take_over(module)
 
-    def _copy_back(self) -> None:
-        with torch.no_grad():
-            for tensor, kept in self._by_value:
-                if not torch.equal(tensor, kept):
-                    tensor.copy_(kept)
+    def _tell(self, moved: Sequence[Tensor]) -> None:
+        """Name tensors that passes changed and that are too large to be put back, once."""
+        names = named(places_of(self._losses, moved))
+        self.problem.warn_once(
+            "too large",
+            f"a pass changed {names}, and the tensors of the modules beside weights and buffers are larger than "
+            f"{LARGEST // 2**20} MiB, of which the largest are not put back: each hypergradient leaves a trace in "
+            "them. Update them outside the losses.",
+        )
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -213,91 +275,3 @@ class Passes:
                 f"tensors in their place; it used the original {captured[:5]} as well. Replace the "
                 "captured module or parameter in the function by its argument."
             )
-
-
-def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that are neither parameters nor buffers, as hooks make them (torch.nn.utils.spectral_norm)."""
-    return {name: x for name, x in vars(module).items() if isinstance(x, Tensor)}
-
-
-_NO_CHECKPOINTS = (
-    "this method puts other tensors in the place of the weights, and needs a forward pass without "
-    "torch.utils.checkpoint and other hooks of saved tensors: a part that is computed again in the backward pass "
-    "would see the weights themselves. Turn it off in the model, or use Implicit() with Hessian() or GaussNewton, "
-    "which work with use_reentrant=False."
-)
-
-
-@contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuse checkpointing where other tensors stand in the place of weights: with these back it computes others."""
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTS):
-            yield
-    except RuntimeError as error:
-        if str(error) != _NO_CHECKPOINTS:
-            raise
-        raise EvaluationError(_NO_CHECKPOINTS) from error
-
-
-def places(root: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Every place of these tensors below ``root``, with the tensor's name; each place once.
-
-    functional_call does not put back what it replaced twice, as in a module that is registered under two names.
-    """
-    names = {id(x): name for name, x in tensors.items()}
-    return {
-        f"{path}.{leaf}": names[id(p)]
-        for path, module in root.named_modules()
-        for leaf, p in module._parameters.items()
-        if id(p) in names
-    }
-
-
-def refuse_max_norm(model: nn.Module, who: str) -> None:
-    """Raise for embeddings that edit their weights in a forward pass."""
-    bounded = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    ]
-    if bounded:
-        raise ArgumentError(
-            f"{who} puts other values in the place of the weights and needs embeddings without max_norm, which edits "
-            f"them outside the graph; got {bounded[:5]} with it. Normalise the looked-up rows in the model's forward."
-        )
-
-
-class _Losses(nn.Module):
-    """One module that holds model and hyper, so that one functional_call can put tensors into both."""
-
-    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
-        super().__init__()
-        self.model, self.hyper = model, hyper
-
-    def forward(self, loss: Loss, batch: Any) -> Tensor:
-        return loss(self.model, self.hyper, batch)
-
-
-def checked_loss(name: str, loss: object) -> Tensor:
-    """A loss as a scalar with a graph; raises for anything else."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a {type(loss).__name__}. Return the tensor itself, without item() or float()"
-        if isinstance(loss, Tensor):
-            got = f"shape {list(loss.shape)}. Take the mean over the batch"
-        raise EvaluationError(f"{name} must return a scalar tensor; got {got}.")
-    if not loss.requires_grad:
-        raise EvaluationError(
-            f"{name} must depend on the weights or hyperparameters by a graph; got a detached value "
-            f"{float(loss):.4g}. Look for detach(), item(), no_grad() or .data in it."
-        )
-    return loss.reshape(())
-
-
-def refuse_not_finite(name: str, loss: Tensor) -> None:
-    """Raise for a loss of NaN or infinity."""
-    if not bool(torch.isfinite(loss)):
-        raise NotFiniteError(
-            f"{name} must be finite; got {float(loss.detach())}. Lower the learning rates, clip the gradients, "
-            "or look at the batch."
-        )

@@ -1,7 +1,6 @@
 """Hypergradients from the value function, which ask for first derivatives alone."""
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,11 +10,13 @@ import torch
 from torch import Tensor
 
 from . import _graph, _tree
+from ._reach import reaches, refuse_unreached, unreached_by_validation
+from ._substitution import refuse_max_norm
 from ._tree import Tree
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
-from .implicit import Method, combine, refuse_unreached
+from .implicit import Method, combine
 from .linearisation import warn_of_unreached
-from .passes import Passes, refuse_max_norm
+from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
@@ -46,9 +47,7 @@ class Penalty(Method):
     than a tenth, it begins again.
 
     Both sets of weights run through the model itself, one after the other, in place: nothing is substituted, so
-    that fused attention, compiled modules and sharded models (FSDP2) work. With a sharded model the gradients of
-    hyperparameters outside it are those of this rank's batch. ``val_loss`` is at the present weights, and
-    ``direct`` at y.
+    that fused attention and compiled modules work. ``val_loss`` is at the present weights, and ``direct`` at y.
 
     Args:
         steps: of y and z in a call, of three gradients each.
@@ -124,13 +123,15 @@ class Penalty(Method):
             for _ in range(self.steps):
                 pair, residual = pair.stepped(self.rule, read, passes, batches, gamma)
             with _weights_at(problem, pair.y.weights):
-                val_y, direct = _gradients(passes.val_loss(batches[1]), inputs, problem)
-                train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs, problem)
+                val_y, direct = _val_gradients(passes, batches[1], inputs)
+                train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs)
             with _weights_at(problem, pair.z.weights):
-                _, behind = _gradients(passes.train_loss(batches[0]), inputs, problem)
+                _, behind = _gradients(passes.train_loss(batches[0]), inputs)
         except NotFiniteError:
             return None
         val_loss, train_loss = passes.val_loss(batches[1]), passes.train_loss(batches[0])
+        if not reaches(val_loss, (), problem.weights.values()):
+            raise unreached_by_validation(problem)
         here = float(train_loss.detach()) + float(val_loss.detach()) / gamma
         if not train_y + val_y / gamma <= here + _WORSE * abs(here):
             return None
@@ -180,10 +181,10 @@ class _Pair:
         """Both after one step; and ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before it."""
         problem = passes.problem
         with _weights_at(problem, self.z.weights):
-            _, found = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
+            _, found = _gradients(passes.train_loss(batches[0]), problem.weights)
         with _weights_at(problem, self.y.weights):
-            _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
-            _, of_val = _gradients(passes.val_loss(batches[1]), problem.weights, problem)
+            _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights)
+            _, of_val = _val_gradients(passes, batches[1], problem.weights)
         warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
         at_z = {n: g for n, g in found.items() if g is not None}
         pulled = {n: g / gamma for n, g in of_val.items() if g is not None}
@@ -221,32 +222,18 @@ def _weights_at(problem: Problem, values: Tree) -> Iterator[None]:
         _tree.write_(problem.weights, kept)
 
 
-def _sharded(problem: Problem) -> bool:
-    """Whether a weight is a DTensor, whose module is imported by whoever shards."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(w, module.DTensor) for w in problem.weights.values())
-
-
-def _gradients(
-    loss: Tensor, inputs: Mapping[str, Tensor], problem: Problem
-) -> tuple[float, dict[str, Tensor | None]]:
-    """A loss and its gradient by input, None where it is not reached.
-
-    The gradients of sharded weights exist only in their ``.grad``, where a plain backward pass puts them.
-    """
+def _gradients(loss: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor | None]]:
+    """A loss and its gradient by input, None where it is not reached."""
     _graph.refuse_reentrant(loss)
-    if not _sharded(problem):
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(
-            loss, list(inputs.values()), allow_unused=True
-        )
-        return float(loss.detach()), dict(zip(inputs, gradients, strict=True))
-    live = [*problem.weights.values(), *problem.hyperparameters.values()]
-    kept = [p.grad for p in live]
-    try:
-        for p in live:
-            p.grad = None
-        loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), {n: p.grad for n, p in inputs.items()}
-    finally:
-        for p, grad in zip(live, kept, strict=True):
-            p.grad = grad
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    return float(loss.detach()), dict(zip(inputs, gradients, strict=True))
+
+
+def _val_gradients(
+    passes: Passes, batch: Any, inputs: Mapping[str, Tensor]
+) -> tuple[float, dict[str, Tensor | None]]:
+    """The same for the validation loss, whose backward pass runs in its mode too."""
+    with passes.validating():
+        loss = passes.val_loss(batch)
+        passes.rewind()
+        return _gradients(loss, inputs)

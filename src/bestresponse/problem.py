@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import _tree
+from ._processes import refuse_several_processes
+from ._substitution import Loss
 from ._tree import Tree
-from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
-from .passes import Loss, Passes
+from ._watch import Watch
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
+from .passes import Passes
 
 
 class Problem:
@@ -39,10 +42,18 @@ class Problem:
     Attributes:
         weights: the live weights by name, as named in ``model``.
         hyperparameters: the live hyperparameters by name, as named in ``hyper``.
+        watch: compares both before and after the passes.
+
+    A hypergradient leaves the modules as they are. What a loss changes in them beside weights is put back: buffers,
+    frozen parameters, attributes of registered modules with their entries (numbers, tensors, generators), up to
+    256 MiB of tensors that are not buffers; larger ones are named once, where they changed. A loss that changes
+    weights or hyperparameters in place is an error.
 
     Raises:
         ArgumentTypeError: an argument is not a module, or not a function.
-        ArgumentError: there are no weights or no hyperparameters, or ``hyper`` holds a part of ``model``.
+        ArgumentError: there are no weights or no hyperparameters, ``hyper`` holds a part of ``model``, or weights are
+            complex or on the meta device.
+        EvaluationError: there is a process group of several processes, or a model in DistributedDataParallel or FSDP.
     """
 
     def __init__(
@@ -56,7 +67,12 @@ class Problem:
         _check_arguments(model, hyper, train_loss, val_loss, val_mode)
         self.model, self.hyper = model, hyper
         self.train_loss, self.val_loss, self.val_mode = train_loss, val_loss, val_mode
+        refuse_several_processes(
+            (*model.modules(), *hyper.modules()),
+            {**dict(model.named_parameters()), **dict(hyper.named_parameters())},
+        )
         self.weights, self.hyperparameters = _split(model, hyper)
+        self.watch = Watch()
         self._states: weakref.WeakKeyDictionary[Any, MethodState] = weakref.WeakKeyDictionary()
         self._met: dict[str, tuple[weakref.ref[Any], int]] = {}
         self._warned: set[object] = set()
@@ -69,7 +85,8 @@ class Problem:
         )
 
     def check_intact(self) -> None:
-        """Raise when a weight or hyperparameter was replaced or frozen after the problem was made."""
+        """Raise when a weight or hyperparameter was replaced or frozen after the problem was made, or spread."""
+        refuse_several_processes((), dict(self.model.named_parameters()))
         for side, module, fixed in (
             ("weights", self.model, self.weights),
             ("hyperparameters", self.hyper, self.hyperparameters),
@@ -86,6 +103,10 @@ class Problem:
                     f"the {side} must require gradients; {frozen[:5]} were frozen since the problem was made. "
                     "Make a new Problem without them."
                 )
+
+    def live(self) -> Tree:
+        """Weights and hyperparameters together, these as ``hyper.``name."""
+        return {**self.weights, **{f"hyper.{n}": p for n, p in self.hyperparameters.items()}}
 
     def state(self, method: Any) -> "MethodState":
         """What ``method`` remembers on this problem from its last call: read it, or put it back.
@@ -211,6 +232,7 @@ def _check_arguments(
                 f"Problem.{name} must be a function (model, hyper, batch) -> scalar tensor; "
                 f"got {type(loss).__name__}."
             )
+        require_parameters(f"Problem.{name}", loss, "model, hyper, batch")
     if val_mode not in ("eval", "as_is"):
         raise ArgumentError(f'Problem.val_mode must be "eval" or "as_is"; got {val_mode!r}.')
 
@@ -245,6 +267,11 @@ def _split(model: nn.Module, hyper: nn.Module) -> tuple[dict[str, nn.Parameter],
         raise ArgumentError(
             f"weights and hyperparameters must be real; got complex {complex_[:5]}. "
             "Store real and imaginary parts as real parameters (torch.view_as_real)."
+        )
+    if meta := [n for n, p in both if p.is_meta]:
+        raise ArgumentError(
+            f"weights and hyperparameters must have values; got {meta[:5]} on the meta device, which has none. Make "
+            "Problem after Module.to_empty(device=...) and the initialisation."
         )
     return weights, hyperparameters
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import _tree
 from .errors import EvaluationError
 from .problem import Problem, settings_of
-from .solvers import Report
+from .solvers import Report, Status
 
 _SHOWN = 12
 
@@ -69,10 +69,14 @@ def failure(report: Report) -> str:
     used = (
         "zero is used, so that nothing comes through the weights" if nothing else "its best iterate is used"
     )
+    advice = "More damping, another solver or curvature, or better trained weights may help."
+    if report.status is Status.NOT_FINITE and report.detail:
+        advice = (
+            "No damping mends that derivative: add a small constant under the root, the norm or the power."
+        )
     return (
-        f"the linear solve ended with {report}; {used}. More damping, another solver or curvature, or better "
-        "trained weights may help. (This warning comes once for each status and method; h.solve and the history "
-        "report every solve.)"
+        f"the linear solve ended with {report}; {used}. {advice} "
+        "(This warning comes once for each status and method; h.solve and the history report every solve.)"
     )
 
 
@@ -97,9 +101,10 @@ def accumulate(problem: Problem, result: Hypergradient) -> None:
 def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
     """Raise for NaN or infinity in a hypergradient, by name."""
     if bad := _tree.not_finite(result.total):
+        why = f" ({result.solve.detail})" if result.solve is not None and result.solve.detail else ""
         raise EvaluationError(
-            f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}. Look for sqrt, log, powers "
-            "or division at zero in what train_loss makes of them; else use more damping or a smaller step."
+            f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}{why}. Look for sqrt, log, "
+            "powers or division at zero in what train_loss makes of them; else use more damping or a smaller step."
         )
 
 

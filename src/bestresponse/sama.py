@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ._reach import refuse_unreached
 from .curvature import FiniteDifference, linearise
 from .errors import ArgumentTypeError, EvaluationError
-from .implicit import Method, combine, refuse_unreached, validation_gradient
+from .implicit import Method, combine, validation_gradient
 from .linearisation import Curvature, require_curvature
 from .passes import Passes
 from .result import Hypergradient

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from . import _graph
+from ._checked_loss import checked_loss, refuse_not_finite
 from ._tree import Tree
-from .errors import ArgumentTypeError, EvaluationError
+from .errors import ArgumentTypeError, EvaluationError, require_parameters
 from .linearisation import Linearisation, reached_weights, warn_of_power_iterations
 from .outputs import with_graph
-from .passes import Passes, checked_loss, refuse_not_finite
+from .passes import Passes
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
@@ -43,6 +44,8 @@ def check_parts(curvature: Split) -> None:
                 f"{owner}.{name} must be a function; got {getattr(curvature, name)!r}. "
                 "It takes predict(model, hyper, batch) and loss(outputs, batch)."
             )
+    require_parameters(f"{owner}.predict", curvature.predict, "model, hyper, batch")
+    require_parameters(f"{owner}.loss", curvature.loss, "outputs, batch")
     check_rest(owner, curvature.rest)
 
 
@@ -52,6 +55,8 @@ def check_rest(owner: str, rest: object) -> None:
         raise ArgumentTypeError(
             f"{owner}.rest must be a function (model, hyper, batch) -> scalar, or None; got {rest!r}."
         )
+    if callable(rest) and not hasattr(rest, "curvature_diagonal"):  # that is called with the model alone
+        require_parameters(f"{owner}.rest", rest, "model, hyper, batch")
 
 
 class SplitLinearisation(Linearisation):
@@ -68,10 +73,11 @@ class SplitLinearisation(Linearisation):
         if curvature.rest is None:
             self.detail = "rest by difference: each product costs a Hessian product more; give rest"
         passes.replay()
-        outputs = self.predict(curvature, passes, batch)
-        moving = with_graph(outputs, self._owner)
-        fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
-        rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
+        with passes.unmoved(f"{self._owner}.predict, .loss or .rest"):
+            outputs = self.predict(curvature, passes, batch)
+            moving = with_graph(outputs, self._owner)
+            fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
+            rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
         whole = fitted + rest
         refuse_not_finite("train_loss", whole)
         _compare(curvature, passes, batch, whole)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from . import _graph
+from ._substitution import refuse_max_norm
 from ._tree import Tree
 from .batches import Batches, weighted
 from .errors import ArgumentError, DivergedError, NotFiniteError
 from .linearisation import warn_of_power_iterations, warn_of_unreached
-from .passes import Buffers, Passes, refuse_max_norm
+from .passes import Buffers, Passes
 from .rules import Rule, Setting
 from .tuned_settings import Settings
 

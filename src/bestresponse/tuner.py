@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _random, _tree, checkpoint
+from ._checked_loss import checked_loss
+from ._embedding import clip_gradients
 from ._requirements import check_hyper_optimizer, check_weight_optimizer, first_settings, set_groups
 from ._stream import Stream
 from .batches import weighted
 from .callbacks import Checkpoint
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
 from .implicit import Implicit, Method, attempt, check_method, differentiate
-from .passes import checked_loss
 from .problem import Problem
 from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
 from .solvers.base import require_integer
@@ -247,7 +248,7 @@ class Tuner:
             torch.autograd.backward(loss, inputs=weights)
             losses.append(loss.detach())
         if self.clip_weights is not None:
-            nn.utils.clip_grad_norm_(weights, self.clip_weights)
+            clip_gradients(weights, self.clip_weights)
         optimizer.step()
         # A gradient that is kept to the next step would lie beside the hypergradient's own vectors.
         optimizer.zero_grad(set_to_none=True)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from . import _graph, _tree
+from ._reach import refuse_unreached
 from ._tree import Tree
 from .errors import ArgumentError, ArgumentTypeError, DivergedError, NotFiniteError
-from .implicit import Method, combine, refuse_unreached, validation_gradient
+from .implicit import Method, combine, validation_gradient
 from .passes import Passes
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _graph, _tree
+from .._checked_loss import checked_loss
 from .._tree import Tree
+from .._watch import unmoved
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
-from ..passes import checked_loss
 from ..problem import Problem
 from ..solvers.base import require_integer
 from .template import Template
@@ -160,7 +161,10 @@ class Hypernetwork(nn.Module, ABC):
         if not vector.requires_grad:
             vector = vector.detach().requires_grad_()
         weights, values = self._substitutes(vector)
-        with self._template.watched():
+        with (
+            self._template.watched(),
+            unmoved(name, {**weights, **{f"hyper.{n}": x for n, x in values.items()}}),
+        ):
             loss = checked_loss(name, self._template.run(function, weights, values, batch))
         self._template.refuse_captured(name, loss, [*weights.values(), *values.values()])
         met = set(_graph.nodes([loss], until=weights.values()))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _graph
+from .._substitution import no_checkpoints, places, refuse_max_norm
 from .._tree import Tree
 from ..errors import ArgumentError, EvaluationError
-from ..passes import no_checkpoints, places, refuse_max_norm
 from ..problem import Problem
 
 
