@@ -10,12 +10,27 @@ their own, so that autograd leaves out what is not asked for. (Torch's own secon
 case, of some thirty operations on the activations.)
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._convolution import plain
+
+_torchs: ContextVar[bool] = ContextVar("_torchs", default=False)
+
+
+@contextmanager
+def torchs_own() -> Iterator[None]:
+    """Let batch norms of this thread run by torch's function, so that a function mode sees them."""
+    token = _torchs.set(True)
+    try:
+        yield
+    finally:
+        _torchs.reset(token)
 
 
 def normalise(self: Any, torchs: Any, input: Tensor) -> Tensor:
@@ -25,7 +40,7 @@ def normalise(self: Any, torchs: Any, input: Tensor) -> Tensor:
     channels = input.shape[1] if input.ndim > 1 else 0
     # Torch's kernels write to as many statistics as there are channels.
     fits = all(t.numel() == channels for t in given) and (own[2] is None) == (own[3] is None)
-    if not fits or not self.eps > 0 or not plain([input, *given]) or input.numel() <= channels:
+    if _torchs.get() or not fits or not self.eps > 0 or not plain([input, *given]) or input.numel() <= channels:
         outputs: Tensor = torchs(self, input)
         return outputs
     self._check_input_dim(input)

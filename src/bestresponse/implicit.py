@@ -19,6 +19,7 @@ from .linearisation import Curvature, Linearisation, require_curvature
 from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
+from .running_statistics import Reading
 from .solvers import ConjugateGradient, Solution, Solver
 
 
@@ -202,8 +203,8 @@ class Implicit(Method):
         return self.curvature.twice
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        problem = passes.problem
-        val_loss, val_gradient, direct = validation_gradient(passes, val_batch)
+        problem, read = passes.problem, Reading(passes, train_batch)
+        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, read)
         system = linearise(self.curvature, passes, train_batch)
         refuse_unreached(problem, direct, system.reached)
         b = {n: val_gradient[n] for n in system.names}
@@ -217,11 +218,11 @@ class Implicit(Method):
         report = replace(
             solution.report,
             hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
-            detail="; ".join(filter(None, (solution.report.detail, system.detail))),
+            detail="; ".join(filter(None, (solution.report.detail, system.detail, read.detail))),
         )
         if math.isfinite(size):
             problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
-        return replace(result, solve=report)
+        return replace(result, solve=report, norms=read.norms)
 
     def _missing(self, system: Linearisation, solution: Solution, b: Tree) -> float | None:
         """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
@@ -274,17 +275,17 @@ class Direct(Method):
     twice = False
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        problem = passes.problem
-        val_loss, _, direct = validation_gradient(passes, val_batch)
+        problem, read = passes.problem, Reading(passes, train_batch)
+        val_loss, _, direct = validation_gradient(passes, val_batch, read)
         if any(x is None for x in direct.values()):
             refuse_unreached(problem, direct, _graph.leaves(passes.train_loss(train_batch)))
-        return combine(problem, val_loss, direct, {})
+        return replace(combine(problem, val_loss, direct, {}), norms=read.norms)
 
 
 def validation_gradient(
-    passes: Passes, batch: Any, weights: Mapping[str, Tensor] | None = None
+    passes: Passes, batch: Any, read: Reading, weights: Tree | None = None
 ) -> tuple[float, Tree, dict[str, Tensor | None]]:
-    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ)."""
+    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ), statistics included."""
     problem = passes.problem
     at = problem.weights if weights is None else weights
     inputs = [*at.values(), *problem.hyperparameters.values()]
@@ -292,12 +293,13 @@ def validation_gradient(
     value = 0.0
     # The graph of one batch at a time.
     for number, (piece, weight) in enumerate(weighted(batch)):
-        with passes.numbered(number):
-            loss = passes.val_loss(piece, None if weights is None else dict(weights))
+        with passes.numbered(number), read:
+            loss = passes.val_loss(piece, weights)
         _graph.refuse_reentrant(loss)
-        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        gradients = read.gradients(loss, inputs, weight)
         total = [_graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
         value += weight * float(loss.detach())
+    total = list(map(_graph.plus, total, read.followed(inputs, weights)))
     of_weights = {
         n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
     }

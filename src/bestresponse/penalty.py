@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from .passes import Passes, refuse_max_norm
 from .problem import MethodState, Problem
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
+from .running_statistics import Reading
 from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Point
@@ -51,7 +52,8 @@ class Penalty(Method):
     ``direct`` at y.
 
     Args:
-        steps: of y and z in a call, of three gradients each.
+        steps: of y and z in a call, of three gradients each; of four where the validation loss reads running
+            statistics, which follow the weights (those of a sharded model are taken as constants).
         step_size: α of these steps.
         multiplier: γ > 0; or a function of the number of the call, from 0, for a γ that grows.
         rule: gradient descent, whose momentum is kept between calls. Adam's steps would not cancel between y and z,
@@ -124,7 +126,7 @@ class Penalty(Method):
             for _ in range(self.steps):
                 pair, residual = pair.stepped(self.rule, read, passes, batches, gamma)
             with _weights_at(problem, pair.y.weights):
-                val_y, direct = _gradients(passes.val_loss(batches[1]), inputs, problem)
+                val_y, direct, read = _val_gradients(passes, batches, inputs)
                 train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs, problem)
             with _weights_at(problem, pair.z.weights):
                 _, behind = _gradients(passes.train_loss(batches[0]), inputs, problem)
@@ -136,9 +138,9 @@ class Penalty(Method):
             return None
         refuse_unreached(problem, direct, _graph.leaves(train_loss))
         indirect = {n: _graph.plus(_scaled(x, gamma), behind[n], -gamma) for n, x in ahead.items()}
-        report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm)
+        report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm, detail=read.detail)
         result = combine(problem, float(val_loss.detach()), direct, indirect)
-        return replace(result, solve=report), pair
+        return replace(result, solve=report, norms=read.norms), pair
 
     def _check_multiplier(self, value: object) -> None:
         require_number("Penalty.multiplier", value)
@@ -183,7 +185,7 @@ class _Pair:
             _, found = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
         with _weights_at(problem, self.y.weights):
             _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
-            _, of_val = _gradients(passes.val_loss(batches[1]), problem.weights, problem)
+            _, of_val, _ = _val_gradients(passes, batches, problem.weights)
         warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
         at_z = {n: g for n, g in found.items() if g is not None}
         pulled = {n: g / gamma for n, g in of_val.items() if g is not None}
@@ -225,6 +227,20 @@ def _sharded(problem: Problem) -> bool:
     """Whether a weight is a DTensor, whose module is imported by whoever shards."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(w, module.DTensor) for w in problem.weights.values())
+
+
+def _val_gradients(
+    passes: Passes, batches: tuple[Any, Any], inputs: Mapping[str, Tensor]
+) -> tuple[float, dict[str, Tensor | None], Reading]:
+    """L_V and its gradient by input, with what comes through running statistics, and what was read of those."""
+    read = Reading(passes, batches[0])
+    with nullcontext() if _sharded(passes.problem) else read:
+        loss = passes.val_loss(batches[1])
+    leaves = {f"statistics {i}": leaf for i, leaf in enumerate(read.leaves)}
+    value, found = _gradients(loss, {**inputs, **leaves}, passes.problem)
+    read.take([found.pop(name) for name in leaves])
+    through = read.followed(list(inputs.values()))
+    return value, {n: _graph.plus(g, x) for (n, g), x in zip(found.items(), through, strict=True)}, read
 
 
 def _gradients(

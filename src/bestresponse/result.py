@@ -23,6 +23,7 @@ class Hypergradient:
         indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights.
         val_loss: L_V where the hypergradient was taken.
         solve: the linear solve's report; None for methods without a solve.
+        norms: the norms, by name, through whose running statistics the validation loss was differentiated as well.
     """
 
     total: dict[str, Tensor]
@@ -30,6 +31,7 @@ class Hypergradient:
     indirect: dict[str, Tensor]
     val_loss: float
     solve: Report | None = None
+    norms: tuple[str, ...] = ()
 
     @property
     def norm(self) -> float:
