@@ -75,7 +75,9 @@ def convolutional(kind=nn.BatchNorm2d, **settings):
     def make():
         first, second = (kind(2, momentum=0.5, affine=affine, **settings) for affine in (True, False))
         head = nn.Sequential(nn.Flatten(), nn.Linear(8, 2))
-        return nn.Sequential(nn.Conv2d(1, 2, 2), first, nn.Tanh(), nn.Conv2d(2, 2, 2), nn.Tanh(), second, head)
+        return nn.Sequential(
+            nn.Conv2d(1, 2, 2), first, nn.Tanh(), nn.Conv2d(2, 2, 2), nn.Tanh(), second, head
+        )
 
     return make
 

@@ -12,7 +12,17 @@ SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
     ["errors", "_tree", "_graph", "_random", "_convolution", "_batch_norm", "_layers"],
-    ["batches", "passes", "running_statistics", "problem", "rules", "solvers", "hyperparameters", "losses"],
+    [
+        "batches",
+        "passes",
+        "_norm_calls",
+        "running_statistics",
+        "problem",
+        "rules",
+        "solvers",
+        "hyperparameters",
+        "losses",
+    ],
     ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
     ["empirical_fisher", "kronecker", "kfac", "result"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],

@@ -40,7 +40,13 @@ def normalise(self: Any, torchs: Any, input: Tensor) -> Tensor:
     channels = input.shape[1] if input.ndim > 1 else 0
     # Torch's kernels write to as many statistics as there are channels.
     fits = all(t.numel() == channels for t in given) and (own[2] is None) == (own[3] is None)
-    if _torchs.get() or not fits or not self.eps > 0 or not plain([input, *given]) or input.numel() <= channels:
+    if (
+        _torchs.get()
+        or not fits
+        or not self.eps > 0
+        or not plain([input, *given])
+        or input.numel() <= channels
+    ):
         outputs: Tensor = torchs(self, input)
         return outputs
     self._check_input_dim(input)

@@ -120,11 +120,11 @@ class Penalty(Method):
         """The hypergradient after the steps from there; None where they lead to a place that is worse than here."""
         problem = passes.problem
         settings: dict[str, Setting] = {"step_size": self.step_size, **self.rule.settings()}
-        read = Settings(settings, problem.hyper, problem.weights, 1, self.rule.bounds)
+        rates = Settings(settings, problem.hyper, problem.weights, 1, self.rule.bounds)
         inputs, residual = problem.hyperparameters, 0.0
         try:
             for _ in range(self.steps):
-                pair, residual = pair.stepped(self.rule, read, passes, batches, gamma)
+                pair, residual = pair.stepped(self.rule, rates, passes, batches, gamma)
             with _weights_at(problem, pair.y.weights):
                 val_y, direct, read = _val_gradients(passes, batches, inputs)
                 train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs, problem)

@@ -23,69 +23,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
 
 from . import _graph
 from ._batch_norm import torchs_own
+from ._norm_calls import Key, NormCalls, moving, of_batch, ordinary, out_of_sight
 from ._tree import Tree
 from .batches import weighted
 from .passes import Passes
-
-_FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
-_TORCHS = ("input", "weight", "bias", "running_mean", "running_var")
-_LAST = ("momentum", "eps", "cudnn_enabled")
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: (*_FUNCTIONAL, "training", *_LAST),
-    F.instance_norm: (*_FUNCTIONAL, "use_input_stats", *_LAST),
-    torch.batch_norm: (*_TORCHS, "training", *_LAST),
-    torch.instance_norm: (*_TORCHS, "use_input_stats", *_LAST),
-}
-# Which running mean: the module that holds it and its name there (or where it lies in memory), offset, shape.
-Key = tuple[nn.Module | None, str, int, torch.Size]
-
-
-class _Watch(TorchFunctionMode):
-    """Hands each call of a norm with running statistics to `norm`, its arguments by name."""
-
-    def __init__(self, passes: Passes) -> None:
-        super().__init__()
-        self._passes = passes
-        self._buffers: dict[int, tuple[nn.Module, str, Tensor]] = {}
-
-    def __enter__(self) -> Any:
-        self._entered = ExitStack()
-        self._entered.enter_context(torchs_own())
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._entered.close()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names, named = _ARGUMENTS.get(func), kwargs or {}
-        if names is None:
-            return func(*args, **named)
-        call = {**dict(zip(names, args, strict=False)), **named}
-        return func(**call) if call.get("running_mean") is None else self.norm(func, call)
-
-    def norm(self, func: Any, call: dict[str, Any]) -> Any:
-        """One call, and what it returns."""
-        raise NotImplementedError
-
-    def key(self, mean: Tensor) -> Key:
-        """Which buffer of this pass a running mean is, or is a part of."""
-        pointer = mean.untyped_storage().data_ptr()
-        if pointer not in self._buffers:  # a pass has buffers of its own; those of the last are held until here
-            self._buffers = {
-                buffer.untyped_storage().data_ptr(): (module, name, buffer)
-                for module, buffers in self._passes.buffers().items()
-                for name, buffer in buffers.items()
-                if buffer is not None and _ordinary(buffer) and buffer.is_floating_point()
-            }
-        module, name, _ = self._buffers.get(pointer, (None, f"at {pointer:#x}", mean))
-        return module, name, mean.storage_offset(), mean.shape
 
 
 class _Read(NamedTuple):
@@ -94,7 +39,7 @@ class _Read(NamedTuple):
     mean: Tensor  # held, so that no other tensor can lie in its place
 
 
-class Reading(_Watch):
+class Reading(NormCalls):
     """The part of ∂L_V that comes through running statistics: what a loss reads of them, and what moves them.
 
     The loss runs with it as a context, and is differentiated by `gradients`; then `followed` makes a training pass,
@@ -109,6 +54,8 @@ class Reading(_Watch):
         self._batch = train_batch
         self._reads: list[_Read] = []
         self._cotangents: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._moving = moving(passes.problem.model.modules())
+        self._transformed: set[nn.Module] = set()
         self.norms: tuple[str, ...] = ()
 
     @property
@@ -124,7 +71,10 @@ class Reading(_Watch):
 
     def norm(self, func: Any, call: dict[str, Any]) -> Any:
         mean, var = call["running_mean"], call["running_var"]
-        if _of_batch(func, call) or not torch.is_grad_enabled() or not (_ordinary(mean) and _ordinary(var)):
+        if of_batch(func, call) or not torch.is_grad_enabled():
+            return func(**call)
+        if not (ordinary(mean) and ordinary(var)):
+            self._transformed |= self._moving
             return func(**call)
         leaves = mean.detach().clone().requires_grad_(), var.detach().clone().requires_grad_()
         self._reads.append(_Read(self.key(mean), leaves, mean))
@@ -150,6 +100,7 @@ class Reading(_Watch):
     def followed(self, inputs: Sequence[Tensor], weights: Tree | None = None) -> list[Tensor | None]:
         """(∂s/∂inputs)ᵀ s̄ in the training pass, or passes, at the live weights or at ``weights``."""
         total: list[Tensor | None] = [None] * len(inputs)
+        self._tell_unseen()
         cotangents = {k: s for k, s in self._cotangents.items() if any(bool(x.any()) for x in s)}
         if not cotangents:
             return total
@@ -167,6 +118,20 @@ class Reading(_Watch):
         self.norms = tuple(names.get(key[0], key[1]) for key in cotangents if key in followed)
         return total
 
+    def _tell_unseen(self) -> None:
+        """Warn once of running statistics that move, and that the loss may have read out of sight."""
+        unseen = self._transformed | out_of_sight(self._passes.problem.model)
+        unseen -= {module for module, *_ in self._cotangents}
+        if unseen and self._passes.problem.val_mode == "eval":
+            names = _paths(self._passes)
+            self._passes.problem.warn_once(
+                "unseen statistics",
+                f"val_loss may read the running statistics of {sorted(names[m] for m in unseen)[:5]} where they cannot "
+                "be followed, in a compiled or scripted module or a transform of torch.func: they are taken as "
+                "constants, although training moves them. Give Problem the module as it was before that, or train "
+                "with these norms in eval mode.",
+            )
+
 
 class _Update(NamedTuple):
     input: Tensor
@@ -175,7 +140,7 @@ class _Update(NamedTuple):
     graph: bool
 
 
-class _Updates(_Watch):
+class _Updates(NormCalls):
     """The calls that move running statistics in a training pass."""
 
     def __init__(self, passes: Passes) -> None:
@@ -185,12 +150,12 @@ class _Updates(_Watch):
 
     def norm(self, func: Any, call: dict[str, Any]) -> Any:
         mean, x, momentum = call["running_mean"], call["input"], float(call.get("momentum", 0.1))
-        if _ordinary(mean):
+        if ordinary(mean):
             key = self.key(mean)
-            if not _of_batch(func, call):
+            if not of_batch(func, call):
                 self._read.add(key)
             elif momentum:
-                graph = torch.is_grad_enabled() and _ordinary(x)
+                graph = torch.is_grad_enabled() and ordinary(x)
                 update = _Update(x, momentum, func in (F.instance_norm, torch.instance_norm), graph)
                 self._calls.setdefault(key, []).append(update)
         return func(**call)
@@ -200,8 +165,8 @@ class _Updates(_Watch):
     ) -> tuple[list[Tensor | None], set[Key]]:
         """(∂s/∂inputs)ᵀ s̄ of the batch with this number of so many, and the statistics that moved with a graph."""
         outputs, grads, keys = [], [], set[Key]()
-        for key in cotangents.keys() & self._calls.keys():
-            calls = self._calls[key]
+        for key in cotangents:
+            calls = self._calls.get(key, [])
             for call, share in zip(calls, _shares(key, calls, *batch), strict=True):
                 if call.graph and call.input.requires_grad:
                     outputs.append(call.input)
@@ -219,9 +184,9 @@ class _Updates(_Watch):
         if hidden := [k for k in moved if not all(call.graph for call in self._calls[k])]:
             problem.warn_once(
                 "hidden statistics",
-                f"the running statistics of {[names.get(k[0], k[1]) for k in hidden][:5]} follow the weights, but "
-                "train_loss moves them under no_grad or in a transform of torch.func, where they are taken as "
-                "constants. Let that pass run with gradients, or with these norms in eval mode.",
+                f"train_loss moves the running statistics of {[names.get(k[0], k[1]) for k in hidden][:5]} under "
+                "no_grad or in a transform of torch.func, where they cannot be followed: that part is taken as "
+                "constant. Let that pass run with gradients, or with these norms in eval mode.",
             )
         if both := [k for k in moved if k in self._read]:
             problem.warn_once(
@@ -278,7 +243,7 @@ def _normalised(func: Any, call: dict[str, Any], mean: Tensor, var: Tensor) -> T
 
 @contextmanager
 def _saved_here() -> Iterator[None]:
-    """Keep what autograd saves from a checkpoint, which compares it with that of a second run without these operations."""
+    """Hide what autograd saves here from a checkpoint, whose second run is without these operations."""
     with ExitStack() as stack:
         with suppress(RuntimeError):  # hooks are off: then there is no checkpoint
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
@@ -289,29 +254,12 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _of_batch(func: Any, call: dict[str, Any]) -> bool:
-    """Whether a norm takes the statistics of its batch."""
-    if "use_input_stats" in _ARGUMENTS[func]:
-        return bool(call.get("use_input_stats", True))
-    return bool(call.get("training", False))
-
-
 def _along(of_channels: Tensor, x: Tensor) -> Tensor:
     return of_channels.view(1, -1, *(1,) * (x.ndim - 2))
-
-
-def _ordinary(x: Tensor) -> bool:
-    """Whether a tensor has a memory of its own, and no transform or compiler is at work."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and type(x) in (Tensor, nn.Parameter)
-        and x.layout == torch.strided
-        and not _functorch.is_legacy_batchedtensor(x)
-    )
 
 
 def _paths(passes: Passes) -> dict[nn.Module | None, str]:
     """Where each module is."""
     problem = passes.problem
-    return {m: name for root in (problem.hyper, problem.model) for name, m in root.named_modules()}
+    modules = (pair for root in (problem.hyper, problem.model) for pair in root.named_modules())
+    return {module: name or type(module).__name__ for name, module in modules}

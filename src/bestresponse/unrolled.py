@@ -57,9 +57,10 @@ class Unrolled(_ThroughSteps):
         w_{k+1} = w_k − α ∂L_T/∂w(w_k, λ),  w_0 the present weights;  the result is dL_V(w_K, λ)/dλ
 
     The steps are made on copies: nothing is written back. ``val_loss`` and ``direct`` of the result
-    are at w_K, with the buffers that the steps left. Running statistics that the validation loss reads follow w_K
-    and λ as those of the training batch do; other buffers are constants. Every step sees the same random state. At a stationary point of the training loss the result is
-    that of ``Implicit(Neumann(terms=K - 1, scale=α))``.
+    are at w_K, with the buffers that the steps left. Running statistics that the validation loss reads follow
+    w_K and λ, as those of the training batch do; other buffers are constants. Every step sees the same random
+    state. At a stationary point of the training loss the result is that of
+    ``Implicit(Neumann(terms=K - 1, scale=α))``.
 
     Settings of the optimiser are tuned by functions of the module ``hyper``, as in
     ``Unrolled(20, lambda hyper: hyper.log_rate.exp(), rule=rules.SGD(momentum=lambda hyper: hyper.logit.sigmoid()))``.
