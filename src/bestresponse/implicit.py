@@ -268,8 +268,8 @@ class Implicit(Method):
 class Direct(Method):
     """∂L_V/∂λ alone: for validation losses that read the hyperparameters themselves.
 
-    It is what remains where the weights do not respond, or are computed from λ inside the loss, as
-    by a hypernetwork.
+    It is what remains where the weights do not respond, or are computed from λ inside the loss, as by a
+    hypernetwork. What λ does to running statistics is in it.
     """
 
     twice = False

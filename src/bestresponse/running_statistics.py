@@ -165,8 +165,8 @@ class _Updates(NormCalls):
     ) -> tuple[list[Tensor | None], set[Key]]:
         """(∂s/∂inputs)ᵀ s̄ of the batch with this number of so many, and the statistics that moved with a graph."""
         outputs, grads, keys = [], [], set[Key]()
-        for key in cotangents:
-            calls = self._calls.get(key, [])
+        for key in filter(self._calls.__contains__, cotangents):
+            calls = self._calls[key]
             for call, share in zip(calls, _shares(key, calls, *batch), strict=True):
                 if call.graph and call.input.requires_grad:
                     outputs.append(call.input)
