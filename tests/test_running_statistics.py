@@ -321,7 +321,7 @@ def slope_of_training_again(problem, train, val, direction, step=1e-4):
     return (ends[0] - ends[1]) / (2 * step)
 
 
-def test_training_again_says_the_same_and_steps_ahead_are_the_series():
+def test_training_again_says_the_same_and_steps_ahead_are_the_series(capsys):
     problem, train, val = problem_of("after it, not affine")
     solve(problem, train)
     exact = br.hypergradient(problem, train, val, br.Implicit(br.Exact()))
@@ -341,6 +341,8 @@ def test_training_again_says_the_same_and_steps_ahead_are_the_series():
         found = br.hypergradient(problem, train, val, method)
         assert off(found.total, series) < 1e-9
         assert found.norms == ("2",)
+    found.summary()
+    assert "running statistics of: 2\n" in capsys.readouterr().out
     identity = br.hypergradient(problem, train, val, br.Implicit(br.Identity())).total
     optimizer = torch.optim.SGD(problem.weights.values(), 0.1)
     found = br.hypergradient(problem, train, val, br.SAMA(), weight_optimizer=optimizer)

@@ -54,6 +54,8 @@ class Hypergradient:
         for first, *rest in rows:
             cells = [x.rjust(width) for x, width in zip(rest, widths[1:], strict=True)]
             print("  ".join(["", first.ljust(widths[0]), *cells]).rstrip())
+        if self.norms:
+            print(f"Differentiated through the running statistics of: {', '.join(self.norms)}")
         print("No linear solve." if self.solve is None else f"Solve: {self.solve.status}")
         for name, value in () if self.solve is None else self.solve.lines():
             print(f"  {name.ljust(38)}{value}")
