@@ -23,6 +23,7 @@ from .linearisation import Curvature, Linearisation, require_curvature
 from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
+from .running_statistics import Reading
 from .solvers import ConjugateGradient, Report, Solution, Solver, Status
 
 
@@ -212,8 +213,8 @@ class Implicit(Method):
         return self.curvature.twice
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        problem = passes.problem
-        val_loss, val_gradient, direct = validation_gradient(passes, val_batch)
+        problem, read = passes.problem, Reading(passes, train_batch)
+        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, read)
         system = linearise(self.curvature, passes, train_batch)
         refuse_unreached(problem, direct, system.reached)
         b = {n: val_gradient[n] for n in system.names}
@@ -232,11 +233,11 @@ class Implicit(Method):
             status=self._status(solution.report),
             hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
             damping_effect=damping_effect(result, stretch),
-            detail="; ".join(filter(None, (singular, solution.report.detail, system.detail))),
+            detail="; ".join(filter(None, (singular, solution.report.detail, system.detail, read.detail))),
         )
         if math.isfinite(size):
             problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
-        return replace(result, solve=report)
+        return replace(result, solve=report, norms=read.norms)
 
     def _status(self, report: Report) -> Status:
         """*Converged* is said of the system that was asked for, not of one that the solver had to damp to solve it."""
@@ -314,24 +315,28 @@ def damping_effect(result: Hypergradient, stretch: float | None) -> float | None
 class Direct(Method):
     """∂L_V/∂λ alone: for validation losses that read the hyperparameters themselves.
 
-    It is what remains where the weights do not respond, or are computed from λ inside the loss, as
-    by a hypernetwork.
+    It is what remains where the weights do not respond, or are computed from λ inside the loss, as by a
+    hypernetwork. What λ does to running statistics is in it.
     """
 
     twice = False
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        problem = passes.problem
-        val_loss, _, direct = validation_gradient(passes, val_batch, through_weights=False)
+        problem, read = passes.problem, Reading(passes, train_batch)
+        val_loss, _, direct = validation_gradient(passes, val_batch, read, through_weights=False)
         if any(x is None for x in direct.values()):
             refuse_unreached(problem, direct, _graph.leaves(passes.train_loss(train_batch)))
-        return combine(problem, val_loss, direct, {})
+        return replace(combine(problem, val_loss, direct, {}), norms=read.norms)
 
 
 def validation_gradient(
-    passes: Passes, batch: Any, weights: Mapping[str, Tensor] | None = None, through_weights: bool = True
+    passes: Passes,
+    batch: Any,
+    read: Reading,
+    weights: Tree | None = None,
+    through_weights: bool = True,
 ) -> tuple[float, Tree, dict[str, Tensor | None]]:
-    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ).
+    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ), statistics included.
 
     With ``through_weights`` it raises where L_V depends on no weight at all.
     """
@@ -343,18 +348,20 @@ def validation_gradient(
     # The graph of one batch at a time; its backward pass in the mode of the loss too.
     for number, (piece, weight) in enumerate(weighted(batch)):
         with passes.numbered(number), passes.validating():
-            loss = passes.val_loss(piece, None if weights is None else dict(weights))
+            with read:
+                loss = passes.val_loss(piece, weights)
             _graph.refuse_reentrant(loss)
             passes.rewind()
             gradients = [
                 g.to_dense() if g is not None and g.layout != torch.strided else g
-                for g in torch.autograd.grad(loss, inputs, allow_unused=True)
+                for g in read.gradients(loss, inputs, weight)
             ]
         reached = reached or reaches(loss, gradients[: len(at)], at.values())
         total = [_graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
         value += weight * float(loss.detach())
     if not reached:
         raise unreached_by_validation(problem)
+    total = list(map(_graph.plus, total, read.followed(inputs, weights)))
     of_weights = {
         n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
     }

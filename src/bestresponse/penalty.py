@@ -20,6 +20,7 @@ from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
+from .running_statistics import Reading
 from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Point
@@ -50,7 +51,8 @@ class Penalty(Method):
     that fused attention and compiled modules work. ``val_loss`` is at the present weights, and ``direct`` at y.
 
     Args:
-        steps: of y and z in a call, of three gradients each.
+        steps: of y and z in a call, of three gradients each; of four where the validation loss reads running
+            statistics, which follow the weights (those of a sharded model are taken as constants).
         step_size: α of these steps.
         multiplier: γ > 0; or a function of the number of the call, from 0, for a γ that grows.
         rule: gradient descent, whose momentum is kept between calls. Adam's steps would not cancel between y and z,
@@ -117,13 +119,13 @@ class Penalty(Method):
         """The hypergradient after the steps from there; None where they lead to a place that is worse than here."""
         problem = passes.problem
         settings: dict[str, Setting] = {"step_size": self.step_size, **self.rule.settings()}
-        read = Settings(settings, problem.hyper, problem.weights, 1, self.rule.bounds)
+        rates = Settings(settings, problem.hyper, problem.weights, 1, self.rule.bounds)
         inputs, residual = problem.hyperparameters, 0.0
         try:
             for _ in range(self.steps):
-                pair, residual = pair.stepped(self.rule, read, passes, batches, gamma)
+                pair, residual = pair.stepped(self.rule, rates, passes, batches, gamma)
             with _weights_at(problem, pair.y.weights):
-                val_y, direct = _val_gradients(passes, batches[1], inputs)
+                val_y, direct, read = _val_gradients(passes, batches, inputs)
                 train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs)
             with _weights_at(problem, pair.z.weights):
                 _, behind = _gradients(passes.train_loss(batches[0]), inputs)
@@ -137,9 +139,9 @@ class Penalty(Method):
             return None
         refuse_unreached(problem, direct, _graph.leaves(train_loss))
         indirect = {n: _graph.plus(_scaled(x, gamma), behind[n], -gamma) for n, x in ahead.items()}
-        report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm)
+        report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm, detail=read.detail)
         result = combine(problem, float(val_loss.detach()), direct, indirect)
-        return replace(result, solve=report), pair
+        return replace(result, solve=report, norms=read.norms), pair
 
     def _check_multiplier(self, value: object) -> None:
         require_number("Penalty.multiplier", value)
@@ -184,7 +186,7 @@ class _Pair:
             _, found = _gradients(passes.train_loss(batches[0]), problem.weights)
         with _weights_at(problem, self.y.weights):
             _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights)
-            _, of_val = _val_gradients(passes, batches[1], problem.weights)
+            _, of_val, _ = _val_gradients(passes, batches, problem.weights)
         warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
         at_z = {n: g for n, g in found.items() if g is not None}
         pulled = {n: g / gamma for n, g in of_val.items() if g is not None}
@@ -230,10 +232,19 @@ def _gradients(loss: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, dict[
 
 
 def _val_gradients(
-    passes: Passes, batch: Any, inputs: Mapping[str, Tensor]
-) -> tuple[float, dict[str, Tensor | None]]:
-    """The same for the validation loss, whose backward pass runs in its mode too."""
+    passes: Passes, batches: tuple[Any, Any], inputs: Mapping[str, Tensor]
+) -> tuple[float, dict[str, Tensor | None], Reading]:
+    """L_V and its gradient by input, with what comes through running statistics, and what was read of those.
+
+    The backward pass runs in the mode of the validation loss too.
+    """
+    read = Reading(passes, batches[0])
     with passes.validating():
-        loss = passes.val_loss(batch)
+        with read:
+            loss = passes.val_loss(batches[1])
         passes.rewind()
-        return _gradients(loss, inputs)
+        leaves = {f"statistics {i}": leaf for i, leaf in enumerate(read.leaves)}
+        value, found = _gradients(loss, {**inputs, **leaves})
+    read.take([found.pop(name) for name in leaves])
+    through = read.followed(list(inputs.values()))
+    return value, {n: _graph.plus(g, x) for (n, g), x in zip(found.items(), through, strict=True)}, read

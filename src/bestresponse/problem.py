@@ -32,6 +32,11 @@ class Problem:
     A loss is a function (model, hyper, batch) -> scalar tensor, a mean over the batch. It reads every
     weight and hyperparameter through its first two arguments, and unpacks and moves the batch itself.
 
+    The running statistics of norms that the training passes move and the validation loss reads follow the weights
+    and hyperparameters, and are differentiated as the statistics of the training batch, for any call of torch's
+    ``batch_norm`` and ``instance_norm``. Other state in buffers is constant: moving averages that are kept by hand,
+    codebooks, power iterations.
+
     Args:
         model: the module that is trained.
         hyper: the module whose parameters are tuned.

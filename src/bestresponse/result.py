@@ -23,6 +23,7 @@ class Hypergradient:
         indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights.
         val_loss: L_V where the hypergradient was taken.
         solve: the linear solve's report; None for methods without a solve.
+        norms: the norms, by name, through whose running statistics the validation loss was differentiated as well.
     """
 
     total: dict[str, Tensor]
@@ -30,6 +31,7 @@ class Hypergradient:
     indirect: dict[str, Tensor]
     val_loss: float
     solve: Report | None = None
+    norms: tuple[str, ...] = ()
 
     @property
     def norm(self) -> float:
@@ -52,6 +54,8 @@ class Hypergradient:
         for first, *rest in rows:
             cells = [x.rjust(width) for x, width in zip(rest, widths[1:], strict=True)]
             print("  ".join(["", first.ljust(widths[0]), *cells]).rstrip())
+        if self.norms:
+            print(f"Differentiated through the running statistics of: {', '.join(self.norms)}")
         print("No linear solve." if self.solve is None else f"Solve: {self.solve.status}")
         for name, value in () if self.solve is None else self.solve.lines():
             print(f"  {name.ljust(38)}{value}")

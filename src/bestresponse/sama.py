@@ -1,7 +1,7 @@
 """T₁ − T₂ for weights that an adaptive optimiser trains."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .linearisation import Curvature, require_curvature
 from .passes import Passes
 from .result import Hypergradient
 from .rules import Rule, like
+from .running_statistics import Reading
 from .trajectory import Trajectory
 
 
@@ -58,9 +59,9 @@ class SAMA(Method):
         return self.curvature.twice
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        problem = passes.problem
+        problem, read = passes.problem, Reading(passes, train_batch)
         rule = self._rule(passes.weight_optimizer)
-        val_loss, val_gradient, direct = validation_gradient(passes, val_batch)
+        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, read)
         system = linearise(self.curvature, passes, train_batch)
         refuse_unreached(problem, direct, system.reached)
         self._refuse_without_moments(rule, passes, system.names)
@@ -81,7 +82,7 @@ class SAMA(Method):
                 never = torch.stack([x.detach() == 0 for x in (g, *after[1:])]).all(0)
                 v[name] = v[name].masked_fill(never, 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}
-        return combine(problem, val_loss, direct, indirect)
+        return replace(combine(problem, val_loss, direct, indirect), norms=read.norms)
 
     def _rule(self, optimizer: Optimizer | None) -> Rule:
         if self.rule is None and optimizer is None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from .implicit import Method, combine, validation_gradient
 from .passes import Passes
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
+from .running_statistics import Reading
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Piece, Point, Trajectory
 
@@ -57,9 +58,10 @@ class Unrolled(_ThroughSteps):
         w_{k+1} = w_k − α ∂L_T/∂w(w_k, λ),  w_0 the present weights;  the result is dL_V(w_K, λ)/dλ
 
     The steps are made on copies: nothing is written back. ``val_loss`` and ``direct`` of the result
-    are at w_K, with the buffers (running statistics) that the steps left, which are taken as constants. Every
-    step sees the same random state. At a stationary point of the training loss the result is
-    that of ``Implicit(Neumann(terms=K - 1, scale=α))``.
+    are at w_K, with the buffers that the steps left. Running statistics that the validation loss reads follow
+    w_K and λ, as those of the training batch do; other buffers are constants. Every step sees the same random
+    state. At a stationary point of the training loss the result is that of
+    ``Implicit(Neumann(terms=K - 1, scale=α))``.
 
     Settings of the optimiser are tuned by functions of the module ``hyper``, as in
     ``Unrolled(20, lambda hyper: hyper.log_rate.exp(), rule=rules.SGD(momentum=lambda hyper: hyper.logit.sigmoid()))``.
@@ -121,12 +123,14 @@ class Unrolled(_ThroughSteps):
         first = 0 if self.last is None else self.steps - self.last
         start = path.run(path.start(), 0, first)
         end, pieces = (self._exact if self.trajectory == "exact" else self._interpolated)(path, start, first)
-        val_loss, val_gradient, direct = _at_the_end(passes, val_batch, end)
+        read = Reading(passes, train_batch)
+        val_loss, val_gradient, direct = _at_the_end(passes, val_batch, end, read)
         del start, end
         indirect = _through(path, pieces, val_gradient, first)
         path.finish()
         refuse_unreached(problem, direct, path.reached)
-        return combine(problem, val_loss, direct, dict(zip(problem.hyperparameters, indirect, strict=True)))
+        result = combine(problem, val_loss, direct, dict(zip(problem.hyperparameters, indirect, strict=True)))
+        return replace(result, norms=read.norms)
 
     def _exact(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
         """The last point, and the graphs of the steps from the last to the first, between the points that are kept."""
@@ -152,11 +156,13 @@ class Unrolled(_ThroughSteps):
         return end, (path.graph(point, k, k + 1) for k, point in points)
 
 
-def _at_the_end(passes: Passes, val_batch: Any, end: Point) -> tuple[float, Tree, dict[str, Tensor | None]]:
+def _at_the_end(
+    passes: Passes, val_batch: Any, end: Point, read: Reading
+) -> tuple[float, Tree, dict[str, Tensor | None]]:
     """The validation loss and its gradients at the last point, with the buffers that the steps left."""
     passes.carry(end.buffers)
     try:
-        return validation_gradient(passes, val_batch, end.leaves().weights)
+        return validation_gradient(passes, val_batch, read, end.leaves().weights)
     except NotFiniteError as error:
         raise DivergedError(
             f"the steps ahead must stay finite; got, at their end: {error} Use a smaller step_size, or fewer steps."
@@ -222,14 +228,16 @@ class Forward(_ThroughSteps):
         size = min(self.chunk or number, number)
         entries: list[float | None] = []
         val_loss, val_gradient, direct = 0.0, Tree(), dict[str, Tensor | None]()
+        read = Reading(passes, train_batch)
         for begin in range(0, max(number, 1), max(size, 1)):
             end, tangents = _carried(path, range(begin, min(begin + size, number)), self.steps)
             if not val_gradient:
-                val_loss, val_gradient, direct = _at_the_end(passes, val_batch, end)
+                val_loss, val_gradient, direct = _at_the_end(passes, val_batch, end, read)
             entries += [_along(val_gradient, t) for t in tangents]
         path.finish()
         refuse_unreached(problem, direct, path.reached)
-        return combine(problem, val_loss, direct, _by_name(entries, problem.hyperparameters))
+        result = combine(problem, val_loss, direct, _by_name(entries, problem.hyperparameters))
+        return replace(result, norms=read.norms)
 
 
 def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[Tangent]]:

@@ -78,6 +78,7 @@ def _trained(passes: Passes, batch: object, rate: float, steps: int) -> Tree:
     for _ in range(steps):
         leaves = {n: w.requires_grad_() for n, w in weights.items()}
         loss = passes.train_loss(batch, leaves)
+        passes.carry(passes.buffers())  # running statistics move along
         gradient = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         with torch.no_grad():
             for (name, w), g in zip(weights.items(), gradient, strict=True):
