@@ -13,7 +13,7 @@ SOURCE = Path(br.__file__).parent
 LAYERS = [
     ["errors", "_tree", "_graph", "_random", "_convolution", "_batch_norm", "_layers"],
     ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
-    ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
+    ["kinks", "linearisation", "held", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
     ["empirical_fisher", "kronecker", "kfac", "result"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
     ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],

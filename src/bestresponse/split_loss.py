@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from . import _graph
+from . import _graph, kinks
 from ._tree import Tree
 from .errors import ArgumentTypeError, EvaluationError
 from .linearisation import Linearisation, reached_weights, warn_of_power_iterations
@@ -78,6 +78,7 @@ class SplitLinearisation(Linearisation):
         self.reached = _graph.leaves(whole)
         self.names = reached_weights(problem, self.reached)
         _graph.inspect_loss(whole)
+        self.kinks = kinks.find(problem, whole)
         warn_of_power_iterations(problem)
         self.weights = [problem.weights[n] for n in self.names]
         self.prepare(curvature.loss, outputs, moving, batch)
