@@ -234,6 +234,44 @@ def test_several_batches_decide_together(recompute, curvature):
     assert alone.solve.detail != whole.solve.detail
 
 
+def test_weights_held_elsewhere():
+    """An ℓ1 penalty towards fixed weights holds weights there; one towards hyperparameters is named."""
+    centre = torch.linspace(-1, 1, D)
+    train = TRAIN[0], TRAIN[1] - TRAIN[0] @ centre
+    got, h = total(
+        written_problem(lambda w, r: r * (w - centre).abs().sum(), 0.6, centre + solved(0.6, train=train)),
+        br.Implicit(br.Exact()),
+    )
+    ends = [of_validation(centre + solved(0.6 * torch.tensor(x).exp(), train=train)) for x in (1e-5, -1e-5)]
+    assert float(got) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4)
+    assert "held at a kink" in h.solve.detail
+    problem = written_problem(lambda w, r: (w - r).abs().sum(), 0.6, torch.full((D,), 0.6))
+    with torch.no_grad():
+        problem.model.w.fill_(problem.hyper["log"].exp())
+    with pytest.warns(br.BestResponseWarning, match="abs of sums or differences"):
+        br.hypergradient(problem, TRAIN, VAL, br.Implicit())
+
+
+def test_sama_leaves_them_out():
+    model, problem, _ = tuned(OPTIMIZERS["adam"], 0.3)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    with torch.no_grad():
+        model.w.copy_(solved(0.3) + 0.01 * (solved(0.3) != 0))
+    optimizer.zero_grad()
+    problem.train_loss(model, problem.hyper, TRAIN).backward(inputs=[model.w])
+    optimizer.step()
+    with torch.no_grad():
+        model.w.copy_(solved(0.3) + 0.01 * (solved(0.3) != 0))
+    data = nn.ParameterDict({"y": nn.Parameter(TRAIN[1].clone())})
+    labelled = br.Problem(model, data, lambda m, h, b: fit(m, h, (b[0], h["y"])) + problem.hyper(m), fit)
+    v = br.hypergradient(labelled, TRAIN, VAL, br.SAMA(curvature=br.Hessian()), weight_optimizer=optimizer)
+    free = model.w.detach() != 0
+    span = TRAIN[0][:, free]
+    moved = v.total["y"]
+    assert moved.norm() > 0
+    torch.testing.assert_close(span @ torch.linalg.lstsq(span, moved).solution, moved)
+
+
 def group_lasso(rate, l1=0.0):
     """argmin of the fit, rate Σ_G ‖w_G‖ over groups of three, and l1 ‖w‖₁."""
     x, y = TRAIN
@@ -293,6 +331,7 @@ SMOOTH = {
     "abs of activations": lambda m, b: F.relu(b[0] @ m.A.T).abs().mean() + m.B.square().sum(),
     "powers of abs": lambda m, b: m.B.abs().pow(3).sum() + m.A.square().sum() + m.bias.abs().square().sum(),
     "products": lambda m, b: (m.B @ m.A).abs().mean() + sum(w.square().sum() for w in m.parameters()),
+    "normalised": lambda m, b: F.normalize(m.B, dim=1).sum() + m.A.square().sum() + m.bias.square().sum(),
     "a weak penalty": lambda m, b: 1e-3 * m.B.abs().sum() + m.A.square().sum() + 1e-3 * m.bias.abs().sum(),
 }
 
@@ -422,6 +461,10 @@ def test_what_a_step_may_do_to_a_weight():
     assert model.w[:5].tolist() == [0.0, -0.1, 0.0, 0.1, 0.0]
     assert model.w[5].isnan()
     torch.testing.assert_close(model.w.grad, torch.tensor([0.0, 0.0, 0.0, -0.1, 0.1, -0.1]))
+    model.w.grad.fill_(torch.inf)
+    with orthant_wise(model, decay):  # as where a GradScaler leaves the step out
+        pass
+    assert (model.w[1], model.w[3]) == (-0.1, 0.1)
     model.w.grad.fill_(0.9)
     with orthant_wise(model, decay), torch.no_grad():
         model.w.copy_(torch.tensor([0.0, 0.0, -0.1, 0.0, 0.0, 0.0]))
@@ -462,3 +505,27 @@ def test_a_penalty_on_a_part_of_the_model_is_named():
     optimizers = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(decay.parameters(), 0.1)
     with pytest.warns(br.BestResponseWarning, match="a part of the model"):
         br.Tuner(problem, *optimizers).fit([TRAIN], [VAL], 1)
+
+
+def test_the_check_of_a_lasso():
+    """No singular curvature, a stationary point, and the slope that re-solving finds."""
+    problem = problem_of(lasso, 0.3)
+    check = br.diagnostics.check(problem, TRAIN, VAL)
+    assert not [f for f in check.findings if f.level in ("warning", "error")]
+    assert check.retraining.slope == pytest.approx(abs(float(expected_of(lasso, 0.3))), rel=1e-2)
+
+
+def test_the_exact_solver_leaves_out_what_is_apart():
+    """A weight with zeros in its row, its column and the right-hand side; one that b asks for lowers the rank."""
+    A = torch.diag(torch.tensor([2.0, 0.0, 4.0]))
+
+    def product(v):
+        return {"w": A @ v["w"]}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = br.Exact().solve(product, {"w": torch.tensor([2.0, 0.0, 2.0])})
+    torch.testing.assert_close(solution.x["w"], torch.tensor([1.0, 0.0, 0.5]))
+    assert solution.report.curvature == pytest.approx((2.0, 4.0))
+    with pytest.warns(br.BestResponseWarning, match="rank 2 of 3"):
+        br.Exact().solve(product, {"w": torch.tensor([2.0, 1e-3, 2.0])})

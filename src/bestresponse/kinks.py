@@ -74,7 +74,8 @@ class Kinks:
                 of_tensor = beyond[name].new_zeros(largest + 1)
                 squares = squares + of_tensor.index_add_(0, m.reshape(-1), beyond[name].square().reshape(-1))
             for name, m in group.members.items():
-                masks[name] |= (m > 0) & (squares.sqrt()[m] <= group.rates[name])
+                of_group = group.rates[name]
+                masks[name] |= (m > 0) & (of_group > 0) & (squares.sqrt()[m] <= of_group)
         return {n: mask for n, mask in masks.items() if bool(mask.any())}
 
 
@@ -87,7 +88,7 @@ def mean(parts: Iterable[tuple[Kinks, float]]) -> Kinks:
                 into[name] = into[name] + weight * x if name in into else weight * x
         for number, group in enumerate(part.groups):
             rates = {n: weight * r for n, r in group.rates.items()}
-            if number < len(total.groups):
+            if number < len(total.groups) and total.groups[number].rates.keys() == rates.keys():
                 rates = {n: r + total.groups[number].rates[n] for n, r in rates.items()}
                 total.groups[number] = Group(group.members, rates)
             else:

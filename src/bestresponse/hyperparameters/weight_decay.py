@@ -230,7 +230,8 @@ class _ToWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, box: tuple[Tensor], power: float) -> Tensor:
-        ctx.save_for_backward(w)
+        # The slope of |w| as a function of itself is one everywhere, for which a single number is enough.
+        ctx.save_for_backward(w.new_ones(()).expand_as(w) if power == 1 else w)
         ctx.box, ctx.power = box, power
         decays = _decays(box[0], w)
         if decays.shape != w.shape:
@@ -242,8 +243,7 @@ class _ToWeights(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (w,) = ctx.saved_tensors
         (rate,) = ctx.box
-        decays = _decays(rate, w)
-        slope = torch.ones_like(w) if ctx.power == 1 else _slope(w, ctx.power)
+        decays, slope = _decays(rate, w), _slope(w, ctx.power)
         whole = decays.shape == w.shape and not torch.is_grad_enabled()
         return (decays.mul_(slope) if whole else decays * slope) * grad, None, None
 
