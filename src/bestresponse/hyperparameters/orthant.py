@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,9 @@ def orthant_wise(model: nn.Module, *penalties: Kinked) -> Iterator[None]:
     `Tuner` does this around each step of a torch optimiser; a loop of yours, or a ``weight_optimizer`` that is a
     function, does it itself, before it clips gradients and after it takes the scale of a GradScaler out of them.
 
-    With mini-batches, a weight of zero is held where the gradient of the batch says so: one near the limit leaves and
-    comes back. It keeps a copy of the weights during the step.
+    With mini-batches, a weight of zero is held where the gradient of the batch says so. Where the noise of that is as
+    large as the rate, weights leave and come back, and only some are at zero at a time: take larger batches. It keeps a
+    copy of the weights during the step.
 
     Args:
         model: what the penalties are called with.
@@ -74,12 +75,14 @@ def fitting(hyper: nn.Module, model: nn.Module) -> tuple[list[Kinked], list[Kink
     fit: list[Kinked] = []
     others: list[Kinked] = []
     for module in hyper.modules():
-        if isinstance(module, Kinked):
+        # By class: a module that hands all on to one inside it would count twice.
+        if issubclass(type(module), Kinked):
+            penalty: Any = module
             try:
-                if module.rates_at_zero(model):
-                    fit.append(module)
+                if penalty.rates_at_zero(model):
+                    fit.append(penalty)
             except EvaluationError:
-                others.append(module)
+                others.append(penalty)
     return fit, others
 
 
