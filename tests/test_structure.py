@@ -34,7 +34,7 @@ LAYERS = [
         "hyperparameters",
         "losses",
     ],
-    ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
+    ["kinks", "linearisation", "held", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
     ["empirical_fisher", "kronecker", "kfac", "result", "_singular", "_reach"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
     ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],

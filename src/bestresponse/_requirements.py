@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from .errors import ArgumentError, ArgumentTypeError
+from .hyperparameters.orthant import Kinked, fitting
 from .problem import Problem
 
 
@@ -83,3 +84,16 @@ def first_settings(optimizer: object) -> list[dict[str, Any]]:
     if not isinstance(optimizer, Optimizer):
         return []
     return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+
+
+def penalties_at_zero(problem: Problem) -> list[Kinked]:
+    """The penalties with a kink at zero; warns of those whose weights are not known."""
+    fit, others = fitting(problem.hyper, problem.model)
+    if others:
+        problem.warn_once(
+            "kinked penalties",
+            f"{[type(module).__name__ for module in others]} have kinks at zero and were made for a part of the model: "
+            "Tuner can't hold weights at zero for them, and hypergradients take the weights as responding. Make them "
+            "with the model of the problem, as in WeightDecay(model, power=1, exclude=[...]).",
+        )
+    return fit

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _graph, _tree
+from . import _graph, _tree, kinks
 from ._substitution import refuse_max_norm
 from ._tree import Tree
 from .batches import Batches
 from .errors import ArgumentError
 from .forward_mode import ForwardOverReverse
+from .held import without_held
 from .linearisation import (
     Curvature,
     Linearisation,
@@ -102,6 +103,7 @@ class _DoubleBackward(Linearisation):
         self._weights = [passes.problem.weights[n] for n in self.names]
         self._hyperparameters = passes.problem.hyperparameters
         _graph.inspect_loss(loss)
+        self.kinks = kinks.find(passes.problem, loss)
         warn_of_power_iterations(passes.problem)
         gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
         _graph.inspect_gradient(gradient)
@@ -139,6 +141,7 @@ class _Difference(Linearisation):
                 f"FiniteDifference needs weights in float32 or float64; got half precision in {coarse[:5]}. "
                 "Keep float32 weights and run the loss under torch.autocast."
             )
+        self.kinks = kinks.find(passes.problem, loss)
         _warn_of_kinks(passes.problem, loss, self._weights)
         precision = max(torch.finfo(w.dtype).eps for w in self._weights.values())
         relative = step if step is not None else precision ** (1 / 3)
@@ -181,14 +184,14 @@ class _Difference(Linearisation):
 def linearise(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
     """The linearised training gradient of one batch, or of the mean over `Batches`.
 
-    Weights that it does not reach are named once.
+    Weights that it does not reach are named once. Those that a kink holds are left out of its products.
     """
     if isinstance(batch, Batches):
         system: Linearisation = _Mean(curvature, passes, batch)
     else:
         system = curvature.linearise(passes, batch)
     warn_of_unreached(passes.problem, system.names)
-    return system
+    return without_held(system, passes.problem)
 
 
 class _Mean(Linearisation):
@@ -198,13 +201,18 @@ class _Mean(Linearisation):
         self._curvature, self._passes, self._batches = curvature, passes, batches
         self._parts: list[Linearisation] = []
         self.reached = set()
+        found = []
         for number, batch in enumerate(batches):
             with passes.numbered(number):
                 if batches.recompute:
-                    self.reached |= _graph.leaves(passes.train_loss(batch))
+                    loss = passes.train_loss(batch)
+                    self.reached |= _graph.leaves(loss)
+                    found.append(kinks.find(passes.problem, loss))
                 else:
                     self._parts.append(curvature.linearise(passes, batch))
                     self.reached |= self._parts[-1].reached
+                    found.append(self._parts[-1].kinks)
+        self.kinks = kinks.mean(zip(found, batches.weights, strict=True))
         self.names = reached_weights(passes.problem, self.reached)
         self.detail = self._parts[0].detail if self._parts else ""
 

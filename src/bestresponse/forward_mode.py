@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from . import _graph
+from . import _graph, kinks
 from ._tree import Tree
 from .linearisation import Linearisation, reached_weights, warn_of_power_iterations
 from .passes import Passes
@@ -24,6 +24,7 @@ class ForwardOverReverse(Linearisation):
         self.reached = _graph.leaves(loss)
         self.names = reached_weights(passes.problem, self.reached)
         _graph.inspect_loss(loss)
+        self.kinks = kinks.find(passes.problem, loss)
         warn_of_power_iterations(passes.problem)
 
     def __call__(self, v: Tree) -> Tree:

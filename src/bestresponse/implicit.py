@@ -217,7 +217,7 @@ class Implicit(Method):
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch, read)
         system = linearise(self.curvature, passes, train_batch)
         refuse_unreached(problem, direct, system.reached)
-        b = {n: val_gradient[n] for n in system.names}
+        b = system.responding({n: val_gradient[n] for n in system.names})
         del val_gradient
         solution = self._solve(passes, train_batch, system, b)
         missing = self._missing(system, solution, b)
@@ -271,6 +271,7 @@ class Implicit(Method):
                 "warm_start=True; without it each call begins at zero.",
             )
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
+        start = None if start is None else system.responding(start)
         solver = self.solver.opening() if self.warm_start and start is None else self.solver
         diagonal = (
             problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) is True else None

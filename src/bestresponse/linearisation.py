@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._tree import Tree
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError
+from .kinks import Kinks
 from .passes import Passes
 from .problem import Problem
 
@@ -23,11 +24,13 @@ class Linearisation(ABC):
         names: the weights in the linear system.
         reached: the identities of the leaves that the training loss depends on.
         detail: what the solve's report should say of it.
+        kinks: those of the training loss that weights stand on.
     """
 
     names: list[str]
     reached: set[int]
     detail: str = ""
+    kinks: Kinks = Kinks()
 
     @abstractmethod
     def __call__(self, v: Tree) -> Tree:
@@ -39,6 +42,10 @@ class Linearisation(ABC):
 
         With ``last`` it is the last call: what the linearisation held is freed.
         """
+
+    def responding(self, v: Tree) -> Tree:
+        """``v`` with zeros for the weights that a kink holds, which are in `names` and do not respond."""
+        return v
 
     def in_turn(self, first: int) -> Callable[[Tree], Tree]:
         """Products with the curvature of one batch at a time, each with the next of several, from a number on."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from . import _graph
+from . import _graph, kinks
 from ._checked_loss import checked_loss, refuse_not_finite
 from ._tree import Tree
 from .errors import ArgumentTypeError, EvaluationError, require_parameters
@@ -84,6 +84,7 @@ class SplitLinearisation(Linearisation):
         self.reached = _graph.leaves(whole)
         self.names = reached_weights(problem, self.reached)
         _graph.inspect_loss(whole)
+        self.kinks = kinks.find(problem, whole)
         warn_of_power_iterations(problem)
         self.weights = [problem.weights[n] for n in self.names]
         self.prepare(curvature.loss, outputs, moving, batch)

@@ -17,11 +17,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from . import _random, _tree, checkpoint
 from ._checked_loss import checked_loss
 from ._embedding import clip_gradients
-from ._requirements import check_hyper_optimizer, check_weight_optimizer, first_settings, set_groups
+from ._requirements import (
+    check_hyper_optimizer,
+    check_weight_optimizer,
+    first_settings,
+    penalties_at_zero,
+    set_groups,
+)
 from ._stream import Stream
 from .batches import weighted
 from .callbacks import Checkpoint
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
+from .hyperparameters.orthant import orthant_wise
 from .implicit import Implicit, Method, attempt, check_method, differentiate
 from .problem import Problem
 from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
@@ -64,7 +71,9 @@ class Tuner:
         ArgumentError: the weight optimiser has its own weight decay, lacks a weight or holds a
             hyperparameter; or an argument is out of its range.
 
-    After each hyper-step, modules in ``hyper`` with a method ``project_()`` are put back into their bounds.
+    After each hyper-step, modules in ``hyper`` with a method ``project_()`` are put back into their bounds. Steps of a
+    torch optimiser under a penalty with a kink at zero, such as ``WeightDecay(power=1)``, are made by
+    `hyperparameters.orthant_wise`, so that weights come to zero and stay there; a function makes its own so.
     """
 
     def __init__(
@@ -111,6 +120,7 @@ class Tuner:
         self.streams: dict[str, Stream] = {}
         self.resumed: dict[str, Any] | None = None
         self._settings = first_settings(weight_optimizer)
+        self._penalties = penalties_at_zero(problem)
 
     def fit(
         self, train_batches: Iterable[Any], val_batches: Iterable[Any], hyper_steps: int
@@ -247,9 +257,10 @@ class Tuner:
             # With inputs, .grad of the hyperparameters stays free of ∂L_T/∂λ, and is not computed.
             torch.autograd.backward(loss, inputs=weights)
             losses.append(loss.detach())
-        if self.clip_weights is not None:
-            clip_gradients(weights, self.clip_weights)
-        optimizer.step()
+        with orthant_wise(problem.model, *self._penalties):
+            if self.clip_weights is not None:
+                clip_gradients(weights, self.clip_weights)
+            optimizer.step()
         # A gradient that is kept to the next step would lie beside the hypergradient's own vectors.
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()

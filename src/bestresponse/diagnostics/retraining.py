@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..errors import Error
+from ..hyperparameters.orthant import fitting, one_sided_, rates_at_zero, stop_at_zero_
 from ..passes import Passes
 from .findings import Bench
 
@@ -75,6 +76,8 @@ def _trained(passes: Passes, batch: object, rate: float, steps: int) -> Tree:
     """The weights after heavy-ball steps, outside the model."""
     weights: dict[str, Tensor] = {n: w.detach().clone() for n, w in passes.problem.weights.items()}
     velocity = _tree.zeros_like(weights)
+    problem = passes.problem
+    rates = rates_at_zero(problem.model, fitting(problem.hyper, problem.model)[0])
     for _ in range(steps):
         leaves = {n: w.requires_grad_() for n, w in weights.items()}
         loss = passes.train_loss(batch, leaves)
@@ -82,7 +85,10 @@ def _trained(passes: Passes, batch: object, rate: float, steps: int) -> Tree:
         gradient = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         with torch.no_grad():
             for (name, w), g in zip(weights.items(), gradient, strict=True):
+                side = one_sided_(g, w, rates[name]) if g is not None and name in rates else None
                 if g is not None:
                     velocity[name].mul_(_MOMENTUM).add_(g)
                 weights[name] = w.detach() - rate * velocity[name]
+                if side is not None:
+                    stop_at_zero_(weights[name], side)
     return {n: w.requires_grad_() for n, w in weights.items()}

@@ -58,19 +58,25 @@ def examine(bench: Bench) -> Spectrum | None:
         gradients = torch.autograd.grad(loss, live, allow_unused=True)
         system = linearise(curvature, passes, bench.train)
         known = dict(zip(problem.weights, gradients, strict=True))
-        g = {n: x for n in system.names if (x := known[n]) is not None}
+        g = system.responding({n: x for n in system.names if (x := known[n]) is not None})
         if _tree.size(g) <= _DENSE:
             matrix = dense(system, g)
             if not bool(torch.isfinite(matrix).all()):
                 bench.say("error", "curvature", _NOT_FINITE)
                 return None
+            ones = {n: torch.ones_like(x) for n, x in g.items()}
+            free = _tree.flatten(system.responding(ones)).bool()
+            if not bool(free.any()):
+                bench.say("note", "curvature", "a kink of train_loss holds all weights: none responds.")
+                return None
+            matrix = matrix[free][:, free]
             values = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
             lowest, highest, whole = float(values[0]), float(values[-1]), True
             smallest = float(values.abs().min())
         else:
             generator = torch.Generator().manual_seed(2)
             b = {n: torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for n, x in g.items()}
-            ritz = MINRES(_STEPS, tolerance=0.0).solve(system, b).report.curvature
+            ritz = MINRES(_STEPS, tolerance=0.0).solve(system, system.responding(b)).report.curvature
             if ritz is None:
                 bench.say("error", "curvature", _NOT_FINITE)
                 return None

@@ -19,6 +19,11 @@ class WeightDecay(nn.Module):
     gradient. The rates are stored as logarithms, named as the weights: ``log_decay.NAME`` of the
     weight's shape for each weight, a scalar for each tensor, or one scalar ``log_decay``.
 
+    With p = 1 it is the lasso's penalty. A weight is held at zero where the rest of the training gradient is no larger
+    than its rate: then it does not respond, and implicit hypergradients leave it out. `Tuner` lets weights stop at
+    zero; a loop of yours does that with `orthant_wise`, without which they pass by zero and are never held. The
+    steps that `Unrolled`, `Forward` and `Penalty` look ahead are plain ones, which pass by zero.
+
     The module keeps names and shapes and never the model, which it is called with.
 
     Args:
@@ -83,6 +88,13 @@ class WeightDecay(nn.Module):
         """∂²Ω/∂w_i² = (p − 1) exp(λ_i) |w_i|^(p−2), by weight; exact, since Ω has no mixed derivatives."""
         pairs = self._pairs(model)
         return {name: _diagonal(w, rate, self.power) for name, (w, rate) in pairs.items()}
+
+    @torch.no_grad()
+    def rates_at_zero(self, model: nn.Module) -> dict[str, Tensor]:
+        """exp(λ_i), by weight, where p = 1: the slope of Ω beside w_i = 0. Empty for other powers, which have none."""
+        if self.power != 1:
+            return {}
+        return {name: rate.exp() for name, (_, rate) in self._pairs(model).items()}
 
     @torch.no_grad()
     def mixed_product(self, model: nn.Module, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +177,9 @@ def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
     """
     if torch.compiler.is_compiling() or any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate)):  # type: ignore[no-untyped-call]
         return (rate.exp() * _power(w, power)).sum() / power
-    of_weights: Tensor = _ToWeights.apply(w, (rate,), power)  # type: ignore[no-untyped-call]
+    # For p = 1 the kink is left to torch's abs, where those who look for kinks find it.
+    base = w.abs() if power == 1 else w
+    of_weights: Tensor = _ToWeights.apply(base, (rate,), power)  # type: ignore[no-untyped-call]
     of_rates: Tensor = _ToRates.apply(rate, (w,), power)  # type: ignore[no-untyped-call]
     return of_weights + of_rates
 
@@ -181,15 +195,15 @@ _SMALL = 1e-6
 
 def _power(w: Tensor, p: float) -> Tensor:
     """|w|ᵖ, smoothed at zero for 1 < p < 2."""
-    if p == 2:
-        return w.square()
+    if p in (1, 2):
+        return w.abs() if p == 1 else w.square()
     return (w.square() + _SMALL**2).pow(p / 2) if 1 < p < 2 else w.abs().pow(p)
 
 
 def _slope(w: Tensor, p: float) -> Tensor:
     """∂/∂w of |w|ᵖ / p."""
-    if p == 2:
-        return w
+    if p in (1, 2):
+        return w.sign() if p == 1 else w
     return w * (w.square() + _SMALL**2).pow(p / 2 - 1) if 1 < p < 2 else w.abs().pow(p - 1) * w.sign()
 
 
@@ -212,11 +226,12 @@ def _diagonal(w: Tensor, rate: Tensor, p: float) -> Tensor:
 
 
 class _ToWeights(torch.autograd.Function):
-    """The value, and ∂/∂w = exp(rate) |w|^(p−1) sign w."""
+    """The value, and ∂/∂w = exp(rate) |w|^(p−1) sign w; of |w| in the place of w where p = 1."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, box: tuple[Tensor], power: float) -> Tensor:
-        ctx.save_for_backward(w)
+        # The slope of |w| as a function of itself is one everywhere, for which a single number is enough.
+        ctx.save_for_backward(w.new_ones(()).expand_as(w) if power == 1 else w)
         ctx.box, ctx.power = box, power
         decays = _decays(box[0], w)
         if decays.shape != w.shape:

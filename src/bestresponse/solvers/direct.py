@@ -69,16 +69,20 @@ class Exact(Solver):
         # A weight whose gradient no other moves, by decree (the row of a padding index), moves no other's either.
         apart = ~(matrix - torch.diag(matrix.diag())).any(dim=1)
         matrix[:, apart] = torch.diag(matrix.diag())[:, apart]
+        b = flat_b.double()
+        # A weight that moves none, that none moves and that b does not ask for is no part of the system.
+        part = matrix.any(dim=0) | matrix.any(dim=1) | (b != 0)
+        matrix, b = matrix[part][:, part], b[part]
+        size = len(b)
         values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
         damped = values + self.damping
         precision = min(torch.finfo(flat_b.dtype).eps, torch.finfo(torch.float32).eps)
-        kept = damped.abs() > 4.0 * precision * n**0.5 * damped.abs().max()
+        kept = damped.abs() > 4.0 * precision * size**0.5 * damped.abs().max()
         rank = int(kept.sum())
-        b = flat_b.double()
         inverse = torch.where(kept, 1.0 / torch.where(kept, damped, 1.0), 0.0)
         x = vectors @ (inverse * (vectors.T @ b))
-        detail = "" if rank == n else f"rank {rank} of {n}: the least-squares solution of smallest norm"
-        if rank < n:
+        detail = "" if rank == size else f"rank {rank} of {size}: the least-squares solution of smallest norm"
+        if rank < size:
             warnings.warn(
                 f"Exact needs an invertible curvature; got {detail}. Add damping or a regulariser "
                 "where that is not what you want.",
@@ -98,7 +102,8 @@ class Exact(Solver):
             curvature=(float(values[0]), float(values[-1])),
             detail=detail,
         )
-        return Solution(_tree.unflatten(x, system.b), report)
+        whole = torch.zeros(n, dtype=x.dtype, device=x.device).masked_scatter_(part, x)
+        return Solution(_tree.unflatten(whole, system.b), report)
 
 
 def dense(A: Product, like: Tree) -> Tensor:
