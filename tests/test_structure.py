@@ -11,9 +11,17 @@ import bestresponse as br
 SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
-    ["errors", "_tree", "_graph", "_random", "_convolution", "_batch_norm", "_layers"],
+    ["errors", "_tree", "_graph", "_random", "_arithmetic", "_convolution", "_batch_norm", "_layers"],
     ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
-    ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
+    [
+        "linearisation",
+        "outputs",
+        "forward_mode",
+        "finite_difference",
+        "curvature",
+        "split_loss",
+        "gauss_newton",
+    ],
     ["empirical_fisher", "kronecker", "kfac", "result"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
     ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],

@@ -52,6 +52,13 @@ def _plain_norm(a: Tree) -> float:
     return float(torch.linalg.vector_norm(_together(norms)))
 
 
+def root_mean_squares(a: Mapping[str, Tensor]) -> dict[str, float]:
+    """That of the entries of each tensor."""
+    norms = [torch.linalg.vector_norm(x, dtype=_wide(x)) for x in a.values()]
+    sizes = _together(norms).tolist() if norms else []
+    return {n: size / math.sqrt(max(1, x.numel())) for (n, x), size in zip(a.items(), sizes, strict=True)}
+
+
 def scale(a: Tree, factor: float) -> Tree:
     """A new tree, ``factor * a``."""
     return dict(zip(a, torch._foreach_mul(list(a.values()), factor), strict=True))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .curvature import FiniteDifference, linearise
+from .curvature import linearise
 from .errors import ArgumentTypeError, EvaluationError
+from .finite_difference import FiniteDifference
 from .implicit import Method, combine, refuse_unreached, validation_gradient
 from .linearisation import Curvature, require_curvature
 from .passes import Passes

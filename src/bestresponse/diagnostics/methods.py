@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from .. import _tree, measuring
 from .._tree import Tree
-from ..curvature import FiniteDifference
 from ..errors import Error
+from ..finite_difference import FiniteDifference
 from ..implicit import Direct, Implicit, Method, hypergradient
 from ..penalty import Penalty
 from ..solvers import ConjugateGradient, Identity, Neumann

@@ -1,0 +1,281 @@
+"""Products with the curvature, and the mixed term, as differences of two training gradients."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _graph, _tree
+from ._arithmetic import arithmetic
+from ._tree import Tree
+from .errors import ArgumentError, EvaluationError, NotFiniteError
+from .linearisation import Curvature, Linearisation, reached_weights
+from .passes import Passes, refuse_max_norm
+from .problem import Problem
+from .solvers.base import require, require_number
+
+_KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu")
+# Two steps that differ by more, relatively, tell too little.
+_APART = 0.1
+# What the first step is multiplied by, in turn, until two are close; and a step beyond which none is tried.
+_FACTORS = (1.0, 1 / 4, 4.0, 1 / 16, 16.0)
+_LARGEST = 0.5
+Derivatives = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class FiniteDifference(Curvature):
+    """A v ≈ (g(w + εv) − g(w − εv)) / 2ε, and the mixed term likewise: no second derivative is asked for.
+
+    For models whose operations have none (fused attention, custom kernels). Each product costs two
+    training gradients. The weights are perturbed in place and put back by copy; both sides see the
+    same random state and buffers.
+
+    ε is such that no tensor of weights changes by more than ``step`` of its size, as root mean squares over its
+    entries: max over tensors of ε ‖v‖ / ‖w‖ = step. A tensor smaller than the geometric mean of all, such as a fresh
+    bias, counts as that large.
+
+    The first product and the first mixed term are verified by half the step, at two training gradients each. Where
+    they differ, at most four other steps are tried, and the best is kept: ``problem.state(curvature)`` shows it. This
+    is done again when a tensor has doubled or halved. In float64 products are right to 1e-8 to 1e-10, in float32 to
+    about 1e-3 on smooth networks, in bfloat16 (autocast, frozen layers) to 1 to 13 %, and refused where two steps
+    differ by more than 10 %. *On networks with kinks (ReLU, max pooling) a float32 difference crosses them and can be
+    wrong by more than the product itself*: there is a warning, and `Hessian` or float64 to use instead.
+
+    Args:
+        step: None takes half the cube root of the precision in which the training loss computes, which balances
+            rounding and truncation, or what the verification finds. A number between 0 and 1 is used as it is, and
+            verified too.
+
+    Raises:
+        ArgumentError: weights in half precision, which rounds the perturbation away.
+        EvaluationError: the loss computes in half precision or TensorFloat-32, and two steps differ by more than 10 %.
+    """
+
+    step: float | None = None
+
+    twice = False
+
+    def __post_init__(self) -> None:
+        if self.step is not None:
+            require_number("FiniteDifference.step", self.step)
+            require(0.0 < self.step < 1.0, "FiniteDifference.step", "between 0 and 1, or None", self.step)
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        return Difference(passes, batch, self.step, passes.problem.state(self).memory)
+
+
+class Difference(Linearisation):
+    """The training gradient, linearised by differences.
+
+    Args:
+        step: the relative step; None chooses it.
+        memory: what was verified before, which is added to; None verifies nothing.
+
+    Attributes:
+        step: the relative step to begin with.
+        arithmetic: the precision in which the loss computes.
+    """
+
+    def __init__(
+        self, passes: Passes, batch: Any, step: float | None, memory: dict[str, Any] | None = None
+    ) -> None:
+        self._passes, self._batch, self._memory, self._fixed = passes, batch, memory, step is not None
+        refuse_max_norm(passes.problem.model, "FiniteDifference")
+        loss = passes.train_loss(batch)
+        self.reached = _graph.leaves(loss)
+        self.names = reached_weights(passes.problem, self.reached)
+        self._weights = {n: passes.problem.weights[n] for n in self.names}
+        of_hyper = {n: p for n, p in passes.problem.hyperparameters.items() if id(p) in self.reached}
+        self._inputs: dict[str, dict[str, Any]] = {"products": self._weights, "mixed": of_hyper}
+        refuse_half_precision("FiniteDifference", self._weights)
+        self._kinks = _kinks(loss)
+        self.arithmetic = arithmetic(loss)
+        self.step = step if step is not None else 0.5 * math.cbrt(self.arithmetic.eps)
+        self._warned = _warn_of_kinks(passes.problem, self._kinks, self._weights)
+        self._sizes = _sizes(self._weights)
+        self._say()
+
+    def __call__(self, v: Tree) -> Tree:
+        difference = self._verified("products", v)
+        return {n: torch.zeros_like(v[n]) if x is None else x for n, x in difference.items()}
+
+    def mixed(self, v: Tree, last: bool = True) -> Derivatives:
+        # What is not the last is an estimate of an error, along a direction that may be rounding.
+        difference = self._verified("mixed", v, only_known=not last)
+        return dict.fromkeys(self._passes.problem.hyperparameters) | difference
+
+    def _verified(self, kind: str, v: Tree, only_known: bool = False) -> Derivatives:
+        """The difference by the step of this kind, which is verified where it has not been."""
+        known, products = self._known(kind), self._known("products")
+        begin = (known or products or {"step": self.step})["step"]
+        size = self._relative(v)
+        if size == 0.0 or not self._inputs[kind]:
+            return {n: torch.zeros_like(x) for n, x in self._inputs[kind].items()}
+        if known is not None or only_known or self._memory is None:
+            return self._difference(begin / size, v, kind)[kind]
+        # The mixed term goes along the solution, where products matter most: those are verified there once more.
+        kinds = ("products", "mixed") if kind == "mixed" and products else (kind,)
+        step, apart, found = self._search(begin, size, v, kinds)
+        self._judge(kind, apart)
+        self._memory[kind] = {
+            "step": step,
+            "apart": apart,
+            "precision": self.arithmetic.name,
+            "sizes": self._sizes,
+        }
+        self._say()
+        return found
+
+    def _known(self, kind: str) -> dict[str, Any] | None:
+        """What was verified, unless the weights or the arithmetic are others now."""
+        known: dict[str, Any] | None = (self._memory or {}).get(kind)
+        if known is None or known["precision"] != self.arithmetic.name:
+            return None
+        before = known["sizes"]
+        same = before.keys() == self._sizes.keys() and all(
+            0.5 * before[n] <= size <= 2.0 * before[n] for n, size in self._sizes.items()
+        )
+        return known if same else None
+
+    def _search(
+        self, begin: float, size: float, v: Tree, kinds: tuple[str, ...]
+    ) -> tuple[float, float, Derivatives]:
+        """A step for the last of the kinds; how far it is from half of it, and its difference: the best of some.
+
+        The first step, the only one where the caller gave it, is verified for the other kinds too.
+        """
+        close = min(_APART, math.cbrt(self.arithmetic.eps))
+        others, best, apart = kinds[:-1], begin, math.inf
+        found: Derivatives = {}
+        for factor in _FACTORS if not self._fixed else _FACTORS[:1]:
+            step = begin * factor
+            if factor > 1.0 and step > _LARGEST:
+                continue
+            distances, differences = self._apart(step / size, v, kinds)
+            for other in others:
+                self._judge(other, distances[other])
+            others, kinds = (), kinds[-1:]
+            if distances[kinds[0]] < apart or not found:
+                best, apart, found = step, distances[kinds[0]], differences.get(kinds[0], {})
+            if apart <= close:
+                break
+        # Where no step leads to finite losses there is no difference, and this raises.
+        return best, apart, found or self._difference(best / size, v, *kinds)[kinds[0]]
+
+    def _apart(
+        self, step: float, v: Tree, kinds: tuple[str, ...]
+    ) -> tuple[dict[str, float], dict[str, Derivatives]]:
+        """How far apart the differences of this step and its half are, relatively; and those of this step."""
+        try:
+            whole, half = (self._difference(x, v, *kinds) for x in (step, step / 2.0))
+        except NotFiniteError:
+            return dict.fromkeys(kinds, math.inf), {}
+        return {kind: relative_distance(whole[kind], half[kind]) for kind in kinds}, whole
+
+    def _judge(self, kind: str, apart: float) -> None:
+        """Raise or warn where two steps disagree."""
+        if apart <= _APART:
+            return
+        what = "a mixed term" if kind == "mixed" else "products"
+        if self.arithmetic.low:
+            kinks = f", and has kinks ({', '.join(self._kinks)})" if self._kinks else ""
+            raise EvaluationError(
+                f"FiniteDifference needs a train_loss that resolves small changes of the weights; it computes in "
+                f"{self.arithmetic.name}{kinks}, and two steps give {what} that differ by {apart:.0%}. Compute "
+                f"train_loss in float32 (without autocast, frozen layers in float32 too), or use Hessian(), whose "
+                f"products are good in {self.arithmetic.name}."
+            )
+        if not self._warned:
+            self._passes.problem.warn_once(
+                "steps apart",
+                f"FiniteDifference needs a training gradient that is smooth over its step; two steps give {what} that "
+                f"differ by {apart:.0%}, so that the hypergradient can be wrong by as much. Look for kinks and "
+                "rounding in train_loss; use Hessian(), or float64.",
+            )
+
+    def _say(self) -> None:
+        """What the report should say: how good differences in low precision are."""
+        known = [x["apart"] for kind in ("products", "mixed") if (x := self._known(kind))]
+        if known and self.arithmetic.low:
+            self.detail = f"differences in {self.arithmetic.name}, right to about {max(known):.1%}"
+
+    def _relative(self, v: Tree) -> float:
+        """The largest root mean square of a tensor of ``v`` in units of its weights' size; zero for zeros."""
+        norm = _tree.norm(v)
+        if norm == 0.0:
+            return 0.0
+        extreme = not 1e-15 < norm < 1e15  # squares would underflow or overflow
+        found = _tree.root_mean_squares(_tree.scale(v, 1.0 / norm) if extreme else v)
+        return max(x / self._sizes[n] for n, x in found.items()) * (norm if extreme else 1.0)
+
+    def _difference(self, step: float, v: Tree, *kinds: str) -> dict[str, Derivatives]:
+        """By kind: (∂L_T/∂inputs at w + εv less that at w − εv) / 2ε."""
+        inputs = [x for kind in kinds for x in self._inputs[kind].values()]
+        ahead, behind = (self._gradient_at(x, v, inputs) for x in (step, -step))
+        found = iter(
+            None if a is None or b is None else (a - b) / (2.0 * step)
+            for a, b in zip(ahead, behind, strict=True)
+        )
+        return {kind: {n: next(found) for n in self._inputs[kind]} for kind in kinds}
+
+    def _gradient_at(self, step: float, v: Tree, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        kept = _tree.copy(self._weights)
+        try:
+            with torch.no_grad():
+                for name, w in self._weights.items():
+                    w.add_(v[name], alpha=step)
+            loss = self._passes.train_loss(self._batch)
+            return torch.autograd.grad(loss, inputs, allow_unused=True)
+        finally:
+            _tree.write_(self._weights, kept)
+
+
+def relative_distance(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> float:
+    """‖a − b‖ over the larger norm; infinite where one is not finite."""
+    one, other = ({n: x for n, x in y.items() if x is not None} for y in (a, b))
+    size = max(_tree.norm(one), _tree.norm(other))
+    apart = _tree.norm({n: x - other[n] if n in other else x for n, x in one.items()})
+    if not math.isfinite(size) or not math.isfinite(apart):
+        return math.inf
+    return apart / size if size > 0.0 else 0.0
+
+
+def refuse_half_precision(who: str, weights: Mapping[str, Tensor]) -> None:
+    """Raise for weights that round small changes away."""
+    coarse = [n for n, w in weights.items() if torch.finfo(w.dtype).bits < 32]
+    if coarse:
+        raise ArgumentError(
+            f"{who} needs weights in float32 or float64, since half precision rounds small changes of them away; got "
+            f"{str(weights[coarse[0]].dtype).removeprefix('torch.')} in {coarse[:5]}. Keep float32 weights, and run "
+            "the loss under torch.autocast."
+        )
+
+
+def _sizes(weights: Mapping[str, Tensor]) -> dict[str, float]:
+    """The root mean square of each tensor, and for smaller ones that of all, as a geometric mean over entries."""
+    found = _tree.root_mean_squares(_tree.detached(weights))
+    live = {n: x for n, x in found.items() if x > 0.0 and math.isfinite(x)}
+    entries = sum(weights[n].numel() for n in live)
+    least = (
+        math.exp(sum(weights[n].numel() * math.log(x) for n, x in live.items()) / entries) if live else 1.0
+    )
+    return {n: max(x, least) for n, x in found.items()}
+
+
+def _kinks(loss: Tensor) -> list[str]:
+    return sorted({n.name() for n in _graph.nodes([loss]) if n.name().startswith(_KINKED)})
+
+
+def _warn_of_kinks(problem: Problem, kinks: Sequence[str], weights: Mapping[str, Tensor]) -> bool:
+    if not kinks or all(w.dtype == torch.float64 for w in weights.values()):
+        return False
+    problem.warn_once(
+        "kinks",
+        f"FiniteDifference needs a smooth training loss in float32; got {kinks}, whose kinks a "
+        "difference crosses, so that products can be wrong by more than their size. Use Hessian, or float64.",
+    )
+    return True
