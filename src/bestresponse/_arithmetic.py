@@ -41,7 +41,7 @@ def _of(node: Any, value: Any) -> Arithmetic | None:
         return None
     if value.dtype is torch.float32:
         name = node.name().removeprefix("torch::autograd::").lstrip("_")
-        setting = _SETTINGS.get(_setting(name, value.device.type))
+        setting = _SETTINGS.get(_setting(name, value.device))
         if setting is not None:
             return Arithmetic(*setting)
     return _of_dtype(value.dtype)
@@ -51,14 +51,12 @@ def _of_dtype(dtype: torch.dtype) -> Arithmetic:
     return Arithmetic(str(dtype).removeprefix("torch."), torch.finfo(dtype).eps)
 
 
-def _setting(name: str, device: str) -> str:
+def _setting(name: str, device: torch.device) -> str:
     """How torch computes a float32 product on a device: "none" or "ieee", "tf32", "bf16"."""
     product, convolution = name.startswith(_PRODUCTS), name.startswith(_CONVOLUTIONS)
+    if not (product or convolution):
+        return "none"
     backends: Any = torch.backends
-    if device == "cuda" and convolution:
-        return str(backends.cudnn.conv.fp32_precision)
-    if device == "cuda" and product:
-        return str(backends.cuda.matmul.fp32_precision)
-    if device == "cpu" and product:
-        return str(backends.mkldnn.matmul.fp32_precision)
-    return "none"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return str((backends.cudnn.conv if convolution else backends.cuda.matmul).fp32_precision)
+    return str(backends.mkldnn.matmul.fp32_precision) if device.type == "cpu" and product else "none"

@@ -55,7 +55,12 @@ def _plain_norm(a: Tree) -> float:
 def root_mean_squares(a: Mapping[str, Tensor]) -> dict[str, float]:
     """That of the entries of each tensor."""
     norms = [torch.linalg.vector_norm(x, dtype=_wide(x)) for x in a.values()]
-    sizes = _together(norms).tolist() if norms else []
+    if any(
+        type(x) is not Tensor for x in norms
+    ):  # of a sharded tensor it is summed over ranks in a norm alone
+        sizes = [float(torch.linalg.vector_norm(x.reshape(1))) for x in norms]
+    else:
+        sizes = _together(norms).tolist() if norms else []
     return {n: size / math.sqrt(max(1, x.numel())) for (n, x), size in zip(a.items(), sizes, strict=True)}
 
 

@@ -15,11 +15,10 @@ from .errors import ArgumentError, EvaluationError, NotFiniteError
 from .linearisation import Curvature, Linearisation, reached_weights
 from .passes import Passes, refuse_max_norm
 from .problem import Problem
+from .resolution import APART, Circumstances, refuse_half_precision, relative_distance, sizes
 from .solvers.base import require, require_number
 
 _KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu")
-# Two steps that differ by more, relatively, tell too little.
-_APART = 0.1
 # What the first step is multiplied by, in turn, until two are close; and a step beyond which none is tried.
 _FACTORS = (1.0, 1 / 4, 4.0, 1 / 16, 16.0)
 _LARGEST = 0.5
@@ -51,7 +50,8 @@ class FiniteDifference(Curvature):
             verified too.
 
     Raises:
-        ArgumentError: weights in half precision, which rounds the perturbation away.
+        ArgumentError: weights in half precision, which rounds the perturbation away; or a step below the precision of
+            the loss, likewise.
         EvaluationError: the loss computes in half precision or TensorFloat-32, and two steps differ by more than 10 %.
     """
 
@@ -95,8 +95,13 @@ class Difference(Linearisation):
         self._kinks = _kinks(loss)
         self.arithmetic = arithmetic(loss)
         self.step = step if step is not None else 0.5 * math.cbrt(self.arithmetic.eps)
+        if self.step <= self.arithmetic.eps:
+            raise ArgumentError(
+                f"FiniteDifference.step must be above {self.arithmetic.eps:.1g}, the precision of train_loss, which "
+                f"computes in {self.arithmetic.name}; got {self.step}. Leave it out: it is then chosen."
+            )
         self._warned = _warn_of_kinks(passes.problem, self._kinks, self._weights)
-        self._sizes = _sizes(self._weights)
+        self._here = Circumstances(self.arithmetic, sizes(self._weights))
         self._say()
 
     def __call__(self, v: Tree) -> Tree:
@@ -121,25 +126,14 @@ class Difference(Linearisation):
         kinds = ("products", "mixed") if kind == "mixed" and products else (kind,)
         step, apart, found = self._search(begin, size, v, kinds)
         self._judge(kind, apart)
-        self._memory[kind] = {
-            "step": step,
-            "apart": apart,
-            "precision": self.arithmetic.name,
-            "sizes": self._sizes,
-        }
+        self._memory[kind] = self._here.data(step=step, apart=apart)
         self._say()
         return found
 
     def _known(self, kind: str) -> dict[str, Any] | None:
         """What was verified, unless the weights or the arithmetic are others now."""
         known: dict[str, Any] | None = (self._memory or {}).get(kind)
-        if known is None or known["precision"] != self.arithmetic.name:
-            return None
-        before = known["sizes"]
-        same = before.keys() == self._sizes.keys() and all(
-            0.5 * before[n] <= size <= 2.0 * before[n] for n, size in self._sizes.items()
-        )
-        return known if same else None
+        return known if self._here.same(known) else None
 
     def _search(
         self, begin: float, size: float, v: Tree, kinds: tuple[str, ...]
@@ -148,7 +142,7 @@ class Difference(Linearisation):
 
         The first step, the only one where the caller gave it, is verified for the other kinds too.
         """
-        close = min(_APART, math.cbrt(self.arithmetic.eps))
+        close = min(APART, math.cbrt(self.arithmetic.eps))
         others, best, apart = kinds[:-1], begin, math.inf
         found: Derivatives = {}
         for factor in _FACTORS if not self._fixed else _FACTORS[:1]:
@@ -178,7 +172,7 @@ class Difference(Linearisation):
 
     def _judge(self, kind: str, apart: float) -> None:
         """Raise or warn where two steps disagree."""
-        if apart <= _APART:
+        if apart <= APART:
             return
         what = "a mixed term" if kind == "mixed" else "products"
         if self.arithmetic.low:
@@ -210,7 +204,7 @@ class Difference(Linearisation):
             return 0.0
         extreme = not 1e-15 < norm < 1e15  # squares would underflow or overflow
         found = _tree.root_mean_squares(_tree.scale(v, 1.0 / norm) if extreme else v)
-        return max(x / self._sizes[n] for n, x in found.items()) * (norm if extreme else 1.0)
+        return max(x / self._here.sizes[n] for n, x in found.items()) * (norm if extreme else 1.0)
 
     def _difference(self, step: float, v: Tree, *kinds: str) -> dict[str, Derivatives]:
         """By kind: (∂L_T/∂inputs at w + εv less that at w − εv) / 2ε."""
@@ -232,38 +226,6 @@ class Difference(Linearisation):
             return torch.autograd.grad(loss, inputs, allow_unused=True)
         finally:
             _tree.write_(self._weights, kept)
-
-
-def relative_distance(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> float:
-    """‖a − b‖ over the larger norm; infinite where one is not finite."""
-    one, other = ({n: x for n, x in y.items() if x is not None} for y in (a, b))
-    size = max(_tree.norm(one), _tree.norm(other))
-    apart = _tree.norm({n: x - other[n] if n in other else x for n, x in one.items()})
-    if not math.isfinite(size) or not math.isfinite(apart):
-        return math.inf
-    return apart / size if size > 0.0 else 0.0
-
-
-def refuse_half_precision(who: str, weights: Mapping[str, Tensor]) -> None:
-    """Raise for weights that round small changes away."""
-    coarse = [n for n, w in weights.items() if torch.finfo(w.dtype).bits < 32]
-    if coarse:
-        raise ArgumentError(
-            f"{who} needs weights in float32 or float64, since half precision rounds small changes of them away; got "
-            f"{str(weights[coarse[0]].dtype).removeprefix('torch.')} in {coarse[:5]}. Keep float32 weights, and run "
-            "the loss under torch.autocast."
-        )
-
-
-def _sizes(weights: Mapping[str, Tensor]) -> dict[str, float]:
-    """The root mean square of each tensor, and for smaller ones that of all, as a geometric mean over entries."""
-    found = _tree.root_mean_squares(_tree.detached(weights))
-    live = {n: x for n, x in found.items() if x > 0.0 and math.isfinite(x)}
-    entries = sum(weights[n].numel() for n in live)
-    least = (
-        math.exp(sum(weights[n].numel() * math.log(x) for n, x in live.items()) / entries) if live else 1.0
-    )
-    return {n: max(x, least) for n, x in found.items()}
 
 
 def _kinks(loss: Tensor) -> list[str]:

@@ -1,9 +1,7 @@
 """Hypergradients from the value function, which ask for first derivatives alone."""
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +9,15 @@ import torch
 from torch import Tensor
 
 from . import _graph, _tree
+from ._arithmetic import Arithmetic, arithmetic
 from ._tree import Tree
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, refuse_unreached
 from .linearisation import warn_of_unreached
+from .other_weights import gradients, verify_difference, weights_at
 from .passes import Passes, refuse_max_norm
 from .problem import MethodState, Problem
+from .resolution import Circumstances, refuse_half_precision, sizes
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
 from .solvers import Report, Status
@@ -86,6 +87,7 @@ class Penalty(Method):
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
         refuse_max_norm(problem.model, "Penalty")
+        refuse_half_precision("Penalty", problem.weights)
         problem.meet(self)
         state = problem.state(self)
         calls = state.memory.get("calls", 0)
@@ -107,14 +109,25 @@ class Penalty(Method):
                 f"{self.steps} steps made them worse. Use a step_size below {self.step_size:g}, or a Tuner with "
                 'policy="skip".'
             )
-        result, pair = found
-        if not _tree.not_finite(result.total):
-            problem.remember(self, pair.state(calls + 1))
-        return result
+        if not _tree.not_finite(found.result.total):
+            verified = self._verified(passes, found, batches, gamma, state.memory.get("verified"))
+            problem.remember(self, found.pair.state(calls + 1, verified))
+        return found.result
+
+    def _verified(
+        self, passes: Passes, found: "_Found", batches: tuple[Any, Any], gamma: float, known: Any
+    ) -> dict[str, Any]:
+        """What the differences were verified at: at the first call, and when weights or γ have doubled or halved."""
+        here = Circumstances(found.arithmetic, sizes(passes.problem.weights))
+        if here.same(known) and 0.5 * known["multiplier"] <= gamma <= 2.0 * known["multiplier"]:
+            return dict(known)
+        y, z = found.pair.y.weights, found.pair.z.weights
+        verify_difference(passes, y, z, batches, gamma, found.arithmetic)
+        return here.data(multiplier=gamma)
 
     def _from(
         self, pair: "_Pair", passes: Passes, batches: tuple[Any, Any], gamma: float, warm: bool
-    ) -> tuple[Hypergradient, "_Pair"] | None:
+    ) -> "_Found | None":
         """The hypergradient after the steps from there; None where they lead to a place that is worse than here."""
         problem = passes.problem
         settings: dict[str, Setting] = {"step_size": self.step_size, **self.rule.settings()}
@@ -123,11 +136,11 @@ class Penalty(Method):
         try:
             for _ in range(self.steps):
                 pair, residual = pair.stepped(self.rule, read, passes, batches, gamma)
-            with _weights_at(problem, pair.y.weights):
-                val_y, direct = _gradients(passes.val_loss(batches[1]), inputs, problem)
-                train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs, problem)
-            with _weights_at(problem, pair.z.weights):
-                _, behind = _gradients(passes.train_loss(batches[0]), inputs, problem)
+            with weights_at(problem, pair.y.weights):
+                val_y, direct = gradients(passes.val_loss(batches[1]), inputs, problem)
+                train_y, ahead = gradients(passes.train_loss(batches[0]), inputs, problem)
+            with weights_at(problem, pair.z.weights):
+                _, behind = gradients(passes.train_loss(batches[0]), inputs, problem)
         except NotFiniteError:
             return None
         val_loss, train_loss = passes.val_loss(batches[1]), passes.train_loss(batches[0])
@@ -138,7 +151,7 @@ class Penalty(Method):
         indirect = {n: _graph.plus(_scaled(x, gamma), behind[n], -gamma) for n, x in ahead.items()}
         report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm)
         result = combine(problem, float(val_loss.detach()), direct, indirect)
-        return replace(result, solve=report), pair
+        return _Found(replace(result, solve=report), pair, arithmetic(train_loss))
 
     def _check_multiplier(self, value: object) -> None:
         require_number("Penalty.multiplier", value)
@@ -169,21 +182,22 @@ class _Pair:
         y = _tree.add(z, state.solution)
         return cls(*(_with(x, state.memory[name]) for x, name in ((y, "y"), (z, "z"))))
 
-    def state(self, calls: int) -> MethodState:
+    def state(self, calls: int, verified: dict[str, Any]) -> MethodState:
         """What to remember."""
         apart = _tree.add(self.y.weights, self.z.weights, -1.0)
-        return MethodState(apart, {"calls": calls, "y": _without(self.y), "z": _without(self.z)})
+        kept = {"y": _without(self.y), "z": _without(self.z)}
+        return MethodState(apart, {"calls": calls, "verified": verified, **kept})
 
     def stepped(
         self, rule: Rule, settings: Settings, passes: Passes, batches: tuple[Any, Any], gamma: float
     ) -> tuple["_Pair", float]:
         """Both after one step; and ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before it."""
         problem = passes.problem
-        with _weights_at(problem, self.z.weights):
-            _, found = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
-        with _weights_at(problem, self.y.weights):
-            _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights, problem)
-            _, of_val = _gradients(passes.val_loss(batches[1]), problem.weights, problem)
+        with weights_at(problem, self.z.weights):
+            _, found = gradients(passes.train_loss(batches[0]), problem.weights, problem)
+        with weights_at(problem, self.y.weights):
+            _, of_train = gradients(passes.train_loss(batches[0]), problem.weights, problem)
+            _, of_val = gradients(passes.val_loss(batches[1]), problem.weights, problem)
         warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
         at_z = {n: g for n, g in found.items() if g is not None}
         pulled = {n: g / gamma for n, g in of_val.items() if g is not None}
@@ -194,6 +208,15 @@ class _Pair:
         with torch.no_grad():
             pair = _Pair(self.y.moved(rule, along, settings), self.z.moved(rule, at_z, settings))
         return pair, _tree.norm(apart) / size if size > 0.0 else 0.0
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What some steps led to, and the precision in which the training loss computes."""
+
+    result: Hypergradient
+    pair: _Pair
+    arithmetic: Arithmetic
 
 
 def _without(point: Point) -> dict[str, Any]:
@@ -208,45 +231,3 @@ def _with(weights: Tree, memory: Mapping[str, Any]) -> Point:
 
 def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
     return None if x is None else factor * x
-
-
-@contextmanager
-def _weights_at(problem: Problem, values: Tree) -> Iterator[None]:
-    """The live weights with other values, and then as they were."""
-    kept = _tree.copy(problem.weights)
-    try:
-        _tree.write_(problem.weights, values)
-        yield
-    finally:
-        _tree.write_(problem.weights, kept)
-
-
-def _sharded(problem: Problem) -> bool:
-    """Whether a weight is a DTensor, whose module is imported by whoever shards."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(w, module.DTensor) for w in problem.weights.values())
-
-
-def _gradients(
-    loss: Tensor, inputs: Mapping[str, Tensor], problem: Problem
-) -> tuple[float, dict[str, Tensor | None]]:
-    """A loss and its gradient by input, None where it is not reached.
-
-    The gradients of sharded weights exist only in their ``.grad``, where a plain backward pass puts them.
-    """
-    _graph.refuse_reentrant(loss)
-    if not _sharded(problem):
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(
-            loss, list(inputs.values()), allow_unused=True
-        )
-        return float(loss.detach()), dict(zip(inputs, gradients, strict=True))
-    live = [*problem.weights.values(), *problem.hyperparameters.values()]
-    kept = [p.grad for p in live]
-    try:
-        for p in live:
-            p.grad = None
-        loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), {n: p.grad for n, p in inputs.items()}
-    finally:
-        for p, grad in zip(live, kept, strict=True):
-            p.grad = grad
