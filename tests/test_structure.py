@@ -11,7 +11,17 @@ import bestresponse as br
 SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
-    ["errors", "_tree", "_graph", "_random", "_arithmetic", "resolution", "_convolution", "_batch_norm", "_layers"],
+    [
+        "errors",
+        "_tree",
+        "_graph",
+        "_random",
+        "_arithmetic",
+        "resolution",
+        "_convolution",
+        "_batch_norm",
+        "_layers",
+    ],
     ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
     [
         "linearisation",
@@ -23,7 +33,16 @@ LAYERS = [
         "gauss_newton",
     ],
     ["empirical_fisher", "kronecker", "kfac", "result"],
-    ["implicit", "tuned_settings", "trajectory", "unrolled", "other_weights", "penalty", "sama", "hypernetworks"],
+    [
+        "implicit",
+        "tuned_settings",
+        "trajectory",
+        "unrolled",
+        "other_weights",
+        "penalty",
+        "sama",
+        "hypernetworks",
+    ],
     ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],
     ["testing"],
     ["experiments"],

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import _graph, _tree
 from ._arithmetic import arithmetic
 from ._tree import Tree
-from .errors import ArgumentError, EvaluationError, NotFiniteError
+from .errors import ArgumentError, EvaluationError, NotFiniteError, named
 from .linearisation import Curvature, Linearisation, reached_weights
 from .passes import Passes, refuse_max_norm
 from .problem import Problem
@@ -151,7 +151,7 @@ class Difference(Linearisation):
                 continue
             distances, differences = self._apart(step / size, v, kinds)
             for other in others:
-                self._judge(other, distances[other])
+                self._judge(other, distances[other], later=True)
             others, kinds = (), kinds[-1:]
             if distances[kinds[0]] < apart or not found:
                 best, apart, found = step, distances[kinds[0]], differences.get(kinds[0], {})
@@ -170,26 +170,28 @@ class Difference(Linearisation):
             return dict.fromkeys(kinds, math.inf), {}
         return {kind: relative_distance(whole[kind], half[kind]) for kind in kinds}, whole
 
-    def _judge(self, kind: str, apart: float) -> None:
-        """Raise or warn where two steps disagree."""
+    def _judge(self, kind: str, apart: float, later: bool = False) -> None:
+        """Raise or warn where two steps disagree; of products along the solution, after others were good, warn."""
         if apart <= APART:
             return
-        what = "a mixed term" if kind == "mixed" else "products"
+        what = "a mixed term" if kind == "mixed" else "products along the solution" if later else "products"
+        said = (
+            f"FiniteDifference needs a train_loss that resolves small changes of the weights, and whose gradient is "
+            f"smooth over its step; it computes in {self.arithmetic.name}"
+            f"{f', has kinks ({named(self._kinks)})' if self._kinks else ''}, and two steps give {what} that differ by "
+            f"{apart:.0%}. "
+        )
         if self.arithmetic.low:
-            kinks = f", and has kinks ({', '.join(self._kinks)})" if self._kinks else ""
-            raise EvaluationError(
-                f"FiniteDifference needs a train_loss that resolves small changes of the weights; it computes in "
-                f"{self.arithmetic.name}{kinks}, and two steps give {what} that differ by {apart:.0%}. Compute "
-                f"train_loss in float32 (without autocast, frozen layers in float32 too), or use Hessian(), whose "
-                f"products are good in {self.arithmetic.name}."
+            said += (
+                "Compute train_loss in float32 (without autocast, and frozen layers in float32), or use Hessian(), "
+                f"whose products are good in {self.arithmetic.name}."
             )
-        if not self._warned:
-            self._passes.problem.warn_once(
-                "steps apart",
-                f"FiniteDifference needs a training gradient that is smooth over its step; two steps give {what} that "
-                f"differ by {apart:.0%}, so that the hypergradient can be wrong by as much. Look for kinks and "
-                "rounding in train_loss; use Hessian(), or float64.",
-            )
+            if not later:
+                raise EvaluationError(said)
+        else:
+            said += "Look for kinks and rounding in train_loss; use Hessian(), or float64."
+        if self.arithmetic.low or not self._warned:
+            self._passes.problem.warn_once("steps apart", said)
 
     def _say(self) -> None:
         """What the report should say: how good differences in low precision are."""
