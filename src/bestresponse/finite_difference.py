@@ -39,10 +39,13 @@ class FiniteDifference(Curvature):
 
     The first product and the first mixed term are verified by half the step, at two training gradients each. Where
     they differ, at most four other steps are tried, and the best is kept: ``problem.state(curvature)`` shows it. This
-    is done again when a tensor has doubled or halved. In float64 products are right to 1e-8 to 1e-10, in float32 to
-    about 1e-3 on smooth networks, in bfloat16 (autocast, frozen layers) to 1 to 13 %, and refused where two steps
-    differ by more than 10 %. *On networks with kinks (ReLU, max pooling) a float32 difference crosses them and can be
-    wrong by more than the product itself*: there is a warning, and `Hessian` or float64 to use instead.
+    is done again when a tensor has doubled or halved, and for each new object: make the curvature once. Products along
+    the solution are compared once too, and there is a warning where two steps of them differ by more than 10 %.
+
+    In float64 products are right to 1e-8 to 1e-10, in float32 to about 1e-3 on smooth networks. In bfloat16 (autocast,
+    frozen layers) those verified are right to 1 to 13 %, or refused. *On networks with kinks (ReLU, max pooling) a
+    float32 difference crosses them and can be wrong by more than the product itself*: there is a warning, and
+    `Hessian` or float64 to use instead.
 
     Args:
         step: None takes half the cube root of the precision in which the training loss computes, which balances
@@ -197,7 +200,9 @@ class Difference(Linearisation):
         """What the report should say: how good differences in low precision are."""
         known = [x["apart"] for kind in ("products", "mixed") if (x := self._known(kind))]
         if known and self.arithmetic.low:
-            self.detail = f"differences in {self.arithmetic.name}, right to about {max(known):.1%}"
+            self.detail = (
+                f"differences in {self.arithmetic.name}, two steps of which are {max(known):.1%} apart"
+            )
 
     def _relative(self, v: Tree) -> float:
         """The largest root mean square of a tensor of ``v`` in units of its weights' size; zero for zeros."""

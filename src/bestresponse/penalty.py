@@ -51,6 +51,9 @@ class Penalty(Method):
     hyperparameters outside it are those of this rank's batch. ``val_loss`` is at the present weights, and
     ``direct`` at y.
 
+    The first call verifies that ∂L_T at y and z differ by more than rounding, at four training gradients and one of
+    the validation loss; so do calls where a tensor of weights, or γ, has doubled or halved since.
+
     Args:
         steps: of y and z in a call, of three gradients each.
         step_size: α of these steps.
@@ -59,7 +62,9 @@ class Penalty(Method):
             and what is left of them can point the wrong way.
 
     Raises:
-        ArgumentError: an argument out of its range.
+        ArgumentError: an argument out of its range; or weights in half precision, which round small steps away.
+        EvaluationError: the training loss computes in half precision, which does not resolve the difference at this γ.
+            In float32 there is a warning.
         DivergedError: the steps make y worse than it began.
 
     Reference: Kwon, Kwon, Wright and Nowak (2023); for large models, Pan et al. (2024).

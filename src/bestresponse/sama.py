@@ -29,7 +29,8 @@ class SAMA(Method):
     whole is the optimiser's, not that of the hypergradient: only the direction means something.
 
     It costs the two gradients and the mixed term. That is a difference of two gradients unless
-    ``curvature=Hessian()`` is given, so that no second derivative is asked for.
+    ``curvature=Hessian()`` is given, so that no second derivative is asked for; the first is verified, as
+    `FiniteDifference` tells.
 
     Args:
         rule: the optimiser's step; None is that of the weight optimiser (the tuner's, or
