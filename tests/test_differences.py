@@ -308,6 +308,20 @@ def test_a_step_is_verified_once_and_again_when_the_weights_have_doubled():
     assert [cost(), cost()] == [5, 3]
 
 
+@pytest.mark.parametrize(
+    "method",
+    [br.Implicit(br.Identity(), br.FiniteDifference()), br.Penalty(2, 0.1)],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_graph_that_the_caller_holds_outlives_a_difference(method):
+    problem, _, batches = classes(perceptron())
+    pending = problem.train_loss(problem.model, problem.hyper, batches[0])
+    expected = torch.autograd.grad(pending, list(problem.weights.values()), retain_graph=True)
+    br.hypergradient(problem, *batches, method)
+    found = torch.autograd.grad(pending, list(problem.weights.values()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 def test_the_size_of_a_direction_does_not_matter(scale):
     problem, _, batches = classes(perceptron())

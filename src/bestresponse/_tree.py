@@ -4,7 +4,8 @@ Sums run in float32 at least, whatever the tensors' dtype, and in float64 across
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -97,6 +98,17 @@ def write_(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     """Put the values of ``b`` into the tensors of ``a``, in place."""
     for name, x in a.items():
         x.copy_(b[name])
+
+
+@contextmanager
+def put_back(a: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put the values of ``a`` back at the end, so that graphs that the caller holds stay as good as they were."""
+    kept = copy(a)
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(a.values())):
+        try:
+            yield
+        finally:
+            write_(a, kept)
 
 
 def zeros_like(a: Mapping[str, Tensor]) -> Tree:

@@ -224,15 +224,12 @@ class Difference(Linearisation):
         return {kind: {n: next(found) for n in self._inputs[kind]} for kind in kinds}
 
     def _gradient_at(self, step: float, v: Tree, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        kept = _tree.copy(self._weights)
-        try:
+        with _tree.put_back(self._weights):
             with torch.no_grad():
                 for name, w in self._weights.items():
                     w.add_(v[name], alpha=step)
             loss = self._passes.train_loss(self._batch)
             return torch.autograd.grad(loss, inputs, allow_unused=True)
-        finally:
-            _tree.write_(self._weights, kept)
 
 
 def _kinks(loss: Tensor) -> list[str]:

@@ -24,12 +24,9 @@ _SMALL = 100.0
 @contextmanager
 def weights_at(problem: Problem, values: Tree) -> Iterator[None]:
     """The live weights with other values, and then as they were."""
-    kept = _tree.copy(problem.weights)
-    try:
+    with _tree.put_back(problem.weights):
         _tree.write_(problem.weights, values)
         yield
-    finally:
-        _tree.write_(problem.weights, kept)
 
 
 def _sharded(problem: Problem) -> bool:
