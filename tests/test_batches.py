@@ -43,6 +43,37 @@ def test_micro_batches_equal_the_one_large_batch(curvature, recompute):
     assert parts.solve.products == whole.solve.products
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_the_mixed_term_weighs_the_batches(curvature, recompute):
+    """A hyperparameter that acts on the examples, so that each batch has a mixed term of its own."""
+    model, hyper = nn.Linear(3, 2), nn.ParameterDict({"heat": torch.tensor(0.3)})
+
+    def heated(model, hyper, batch):
+        return hyper["heat"].exp() * model(batch[0])
+
+    def train_loss(model, hyper, batch):
+        return output_loss(heated(model, hyper, batch), batch)
+
+    problem = br.Problem(model, hyper, train_loss, lambda m, h, b: F.cross_entropy(m(b[0]), b[1]))
+    train, val = ((torch.randn(n, 3), torch.randint(2, (n,))) for n in (12, 10))
+    chosen = {
+        "hessian": br.Hessian(),
+        "gauss-newton": br.GaussNewton(heated, output_loss, rest=lambda m, h, b: 0.0 * m.weight.sum()),
+        "rest by difference": br.GaussNewton(heated, output_loss),
+        "differences": br.FiniteDifference(),
+    }[curvature]
+    method = br.Implicit(br.Identity(), chosen)
+    whole = br.hypergradient(problem, train, val, method).indirect["heat"]
+    several = br.Batches(pieces(train, [3, 2, 7]), weights=[3, 2, 7], recompute=recompute)
+    parts = br.hypergradient(problem, several, val, method).indirect["heat"]
+    alike = br.Batches(pieces(train, [3, 2, 7]), recompute=recompute)
+    assert float(parts) == pytest.approx(float(whole), rel=1e-7)
+    assert float(br.hypergradient(problem, alike, val, method).indirect["heat"]) != pytest.approx(
+        float(whole), rel=1e-2
+    )
+
+
 @pytest.mark.parametrize("method", [br.Unrolled(3, 0.1), br.Direct()])
 def test_other_methods_take_several_batches(method):
     case = cases.ridge()

@@ -199,6 +199,27 @@ def test_buffers_modes_and_random_state_come_back_after_an_error():
     assert torch.equal(random_state, torch.get_rng_state())
 
 
+def test_the_validation_loss_runs_the_hyperparameters_in_eval_mode_too():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.mask = nn.Parameter(torch.ones(3)), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.mask(self.scale * x)
+
+    def loss(model, hyper, x):
+        return model(hyper(x)).square().mean() + model.weight.square().sum()
+
+    x, problem = torch.randn(8, 3), br.Problem(nn.Linear(3, 1), Masked(), loss, loss)
+    h = br.hypergradient(problem, x, x, br.Implicit(br.Identity()), seed=1)
+    model, scale = problem.model, problem.hyper.scale
+    expected = model(scale * x).square().mean() + model.weight.square().sum()
+    assert h.val_loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert torch.allclose(h.direct["scale"], torch.autograd.grad(expected, scale)[0])
+    assert problem.hyper.mask.training
+
+
 def test_numpy_and_python_randomness_is_replayed_and_put_back():
     numpy = pytest.importorskip("numpy")
     import random

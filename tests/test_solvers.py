@@ -198,6 +198,21 @@ def test_chosen_damping_is_raised_at_negative_curvature_and_kept():
     assert later.report.damping > 0.1
 
 
+def test_chosen_damping_falls_again_on_systems_that_need_none():
+    solver = br.ConjugateGradient(20, damping=None)
+    indefinite, definite = SYSTEMS["indefinite"], SYSTEMS["definite"]
+    raised = solver.solve(indefinite.product, indefinite.tree)
+    memory, chosen = raised.memory, [raised.report.damping]
+    for _ in range(30):
+        solution = solver.solve(definite.product, definite.tree, memory=memory)
+        memory = solution.memory
+        chosen.append(solution.report.damping or 0.0)
+    assert chosen[0] > 1.0
+    assert chosen[-1] < 1e-2
+    exact = torch.linalg.solve(definite.matrix, definite.b)
+    assert float((_tree.flatten(solution.x) - exact).norm() / exact.norm()) < 1e-2
+
+
 def test_chosen_damping_outlives_a_solve_that_had_nothing_to_do():
     system = SYSTEMS["definite"]
     solver = br.ConjugateGradient(20, tolerance=1e-3, damping=None)

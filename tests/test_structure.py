@@ -11,7 +11,7 @@ import bestresponse as br
 SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
-    ["errors", "_tree", "_graph", "_random", "_tensors"],
+    ["errors", "_tree", "_graph", "_random", "_tensors", "_arithmetic", "resolution"],
     ["_attention", "_convolution", "_norms", "_batch_norm", "_layer_norm", "_recurrent", "_forms"],
     [
         "_state",
@@ -34,9 +34,28 @@ LAYERS = [
         "hyperparameters",
         "losses",
     ],
-    ["kinks", "linearisation", "held", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
+    [
+        "kinks",
+        "linearisation",
+        "held",
+        "outputs",
+        "forward_mode",
+        "finite_difference",
+        "curvature",
+        "split_loss",
+        "gauss_newton",
+    ],
     ["empirical_fisher", "kronecker", "kfac", "result", "_singular", "_reach"],
-    ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
+    [
+        "implicit",
+        "tuned_settings",
+        "trajectory",
+        "unrolled",
+        "other_weights",
+        "penalty",
+        "sama",
+        "hypernetworks",
+    ],
     ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],
     ["testing"],
     ["experiments"],

@@ -102,6 +102,13 @@ def test_a_run_is_deterministic_for_a_seed():
     assert not torch.equal(weights(0), weights(1))
 
 
+def test_each_hyper_step_draws_masks_of_its_own():
+    tuner, train, val = make(br.Implicit(br.Neumann(3, 0.1)), hidden=nn.Dropout(0.5), weight_rate=0.0)
+    tuner.hyper_optimizer.param_groups[0]["lr"] = 0.0
+    norms = [row["hypergradient_norm"] for row in tuner.fit(train, val, 3)]
+    assert len(set(norms)) == 3  # of the same weights, hyperparameters and batches
+
+
 def test_schedulers_step_at_their_own_pace():
     tuner, train, val = make(weight_steps=2)
     tuner.weight_scheduler = StepLR(tuner.weight_optimizer, 1, gamma=0.5)

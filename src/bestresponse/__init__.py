@@ -3,9 +3,10 @@
 from . import callbacks, diagnostics, hypernetworks, hyperparameters, losses, rules, solvers, testing
 from .baselines import SearchResult, search
 from .batches import Batches
-from .curvature import FiniteDifference, Hessian
+from .curvature import Hessian
 from .empirical_fisher import EmpiricalFisher
 from .errors import BestResponseWarning, Error
+from .finite_difference import FiniteDifference
 from .gauss_newton import GaussNewton
 from .implicit import Direct, Implicit, Method, backward, hypergradient
 from .kfac import KFAC

@@ -4,7 +4,8 @@ Sums run in float32 at least, whatever the tensors' dtype, and in float64 across
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -52,6 +53,18 @@ def _plain_norm(a: Tree) -> float:
     return float(torch.linalg.vector_norm(_together(norms)))
 
 
+def root_mean_squares(a: Mapping[str, Tensor]) -> dict[str, float]:
+    """That of the entries of each tensor."""
+    norms = [torch.linalg.vector_norm(x, dtype=_wide(x)) for x in a.values()]
+    if any(
+        type(x) is not Tensor for x in norms
+    ):  # of a sharded tensor it is summed over ranks in a norm alone
+        sizes = [float(torch.linalg.vector_norm(x.reshape(1))) for x in norms]
+    else:
+        sizes = _together(norms).tolist() if norms else []
+    return {n: size / math.sqrt(max(1, x.numel())) for (n, x), size in zip(a.items(), sizes, strict=True)}
+
+
 def scale(a: Tree, factor: float) -> Tree:
     """A new tree, ``factor * a``."""
     return dict(zip(a, torch._foreach_mul(list(a.values()), factor), strict=True))
@@ -85,6 +98,17 @@ def write_(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     """Put the values of ``b`` into the tensors of ``a``, in place."""
     for name, x in a.items():
         x.copy_(b[name])
+
+
+@contextmanager
+def put_back(a: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put the values of ``a`` back at the end, so that graphs that the caller holds stay as good as they were."""
+    kept = copy(a)
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(a.values())):
+        try:
+            yield
+        finally:
+            write_(a, kept)
 
 
 def zeros_like(a: Mapping[str, Tensor]) -> Tree:

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from . import _random
 from .errors import ArgumentError, BestResponseWarning
+from .implicit import Implicit, Method
+from .linearisation import Curvature
 from .problem import MethodState, settings_of
+from .sama import SAMA
 
 if TYPE_CHECKING:
     from .tuner import Tuner
@@ -38,7 +41,12 @@ def save(tuner: "Tuner", path: str | Path) -> None:
         "bestresponse": _FORMAT,
         "modules": {name: _module_state(getattr(problem, name)) for name in _MODULES},
         "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
-        "method": {"settings": settings_of(tuner.method), "solution": state.solution, "memory": state.memory},
+        "method": {
+            "settings": settings_of(tuner.method),
+            "solution": state.solution,
+            "memory": state.memory,
+            "curvature": {} if (used := _curvature(tuner.method)) is None else problem.state(used).memory,
+        },
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         "settings": {name: getattr(tuner, name) for name in _SETTINGS},
@@ -214,6 +222,13 @@ def _load_method(tuner: "Tuner", saved: Mapping[str, Any]) -> None:
     place = next(iter(problem.weights.values())).device
     solution, memory = (_placed(saved[key], problem.weights, place) for key in ("solution", "memory"))
     problem.remember(tuner.method, MethodState(solution, memory))
+    if (used := _curvature(tuner.method)) is not None:
+        problem.remember(used, MethodState(None, saved.get("curvature", {})))
+
+
+def _curvature(method: Method) -> Curvature | None:
+    """The curvature of a method, which may remember something too."""
+    return method.curvature if isinstance(method, Implicit | SAMA) else None
 
 
 def _placed(value: Any, weights: Mapping[str, Tensor], place: torch.device) -> Any:

@@ -1,8 +1,7 @@
 """Hypergradients from the value function, which ask for first derivatives alone."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,17 +9,19 @@ import torch
 from torch import Tensor
 
 from . import _graph, _tree
+from ._arithmetic import Arithmetic, arithmetic
 from ._reach import reaches, refuse_unreached, unreached_by_validation
 from ._substitution import refuse_max_norm
 from ._tree import Tree
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine
 from .linearisation import warn_of_unreached
+from .other_weights import gradients, val_gradients, verify_difference, weights_at
 from .passes import Passes
 from .problem import MethodState, Problem
+from .resolution import Circumstances, refuse_half_precision, sizes
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
-from .running_statistics import Reading
 from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Point
@@ -50,6 +51,9 @@ class Penalty(Method):
     Both sets of weights run through the model itself, one after the other, in place: nothing is substituted, so
     that fused attention and compiled modules work. ``val_loss`` is at the present weights, and ``direct`` at y.
 
+    The first call verifies that ∂L_T at y and z differ by more than rounding, at four training gradients and one of
+    the validation loss; so do calls where a tensor of weights, or γ, has doubled or halved since.
+
     Args:
         steps: of y and z in a call, of three gradients each; of four where the validation loss reads running
             statistics, which follow the weights (those of a sharded model are taken as constants).
@@ -59,7 +63,9 @@ class Penalty(Method):
             and what is left of them can point the wrong way.
 
     Raises:
-        ArgumentError: an argument out of its range.
+        ArgumentError: an argument out of its range; or weights in half precision, which round small steps away.
+        EvaluationError: the training loss computes in half precision, which does not resolve the difference at this γ.
+            In float32 there is a warning.
         DivergedError: the steps make y worse than it began.
 
     Reference: Kwon, Kwon, Wright and Nowak (2023); for large models, Pan et al. (2024).
@@ -87,6 +93,7 @@ class Penalty(Method):
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
         refuse_max_norm(problem.model, "Penalty")
+        refuse_half_precision("Penalty", problem.weights)
         problem.meet(self)
         state = problem.state(self)
         calls = state.memory.get("calls", 0)
@@ -108,14 +115,25 @@ class Penalty(Method):
                 f"{self.steps} steps made them worse. Use a step_size below {self.step_size:g}, or a Tuner with "
                 'policy="skip".'
             )
-        result, pair = found
-        if not _tree.not_finite(result.total):
-            problem.remember(self, pair.state(calls + 1))
-        return result
+        if not _tree.not_finite(found.result.total):
+            verified = self._verified(passes, found, batches, gamma, state.memory.get("verified"))
+            problem.remember(self, found.pair.state(calls + 1, verified))
+        return found.result
+
+    def _verified(
+        self, passes: Passes, found: "_Found", batches: tuple[Any, Any], gamma: float, known: Any
+    ) -> dict[str, Any]:
+        """What the differences were verified at: at the first call, and when weights or γ have doubled or halved."""
+        here = Circumstances(found.arithmetic, sizes(passes.problem.weights))
+        if here.same(known) and 0.5 * known["multiplier"] <= gamma <= 2.0 * known["multiplier"]:
+            return dict(known)
+        y, z = found.pair.y.weights, found.pair.z.weights
+        verify_difference(passes, y, z, batches, gamma, found.arithmetic)
+        return here.data(multiplier=gamma)
 
     def _from(
         self, pair: "_Pair", passes: Passes, batches: tuple[Any, Any], gamma: float, warm: bool
-    ) -> tuple[Hypergradient, "_Pair"] | None:
+    ) -> "_Found | None":
         """The hypergradient after the steps from there; None where they lead to a place that is worse than here."""
         problem = passes.problem
         settings: dict[str, Setting] = {"step_size": self.step_size, **self.rule.settings()}
@@ -124,11 +142,11 @@ class Penalty(Method):
         try:
             for _ in range(self.steps):
                 pair, residual = pair.stepped(self.rule, rates, passes, batches, gamma)
-            with _weights_at(problem, pair.y.weights):
-                val_y, direct, read = _val_gradients(passes, batches, inputs)
-                train_y, ahead = _gradients(passes.train_loss(batches[0]), inputs)
-            with _weights_at(problem, pair.z.weights):
-                _, behind = _gradients(passes.train_loss(batches[0]), inputs)
+            with weights_at(problem, pair.y.weights):
+                val_y, direct, read = val_gradients(passes, batches, inputs)
+                train_y, ahead = gradients(passes.train_loss(batches[0]), inputs)
+            with weights_at(problem, pair.z.weights):
+                _, behind = gradients(passes.train_loss(batches[0]), inputs)
         except NotFiniteError:
             return None
         val_loss, train_loss = passes.val_loss(batches[1]), passes.train_loss(batches[0])
@@ -141,7 +159,7 @@ class Penalty(Method):
         indirect = {n: _graph.plus(_scaled(x, gamma), behind[n], -gamma) for n, x in ahead.items()}
         report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm, detail=read.detail)
         result = combine(problem, float(val_loss.detach()), direct, indirect)
-        return replace(result, solve=report, norms=read.norms), pair
+        return _Found(replace(result, solve=report, norms=read.norms), pair, arithmetic(train_loss))
 
     def _check_multiplier(self, value: object) -> None:
         require_number("Penalty.multiplier", value)
@@ -172,21 +190,22 @@ class _Pair:
         y = _tree.add(z, state.solution)
         return cls(*(_with(x, state.memory[name]) for x, name in ((y, "y"), (z, "z"))))
 
-    def state(self, calls: int) -> MethodState:
+    def state(self, calls: int, verified: dict[str, Any]) -> MethodState:
         """What to remember."""
         apart = _tree.add(self.y.weights, self.z.weights, -1.0)
-        return MethodState(apart, {"calls": calls, "y": _without(self.y), "z": _without(self.z)})
+        kept = {"y": _without(self.y), "z": _without(self.z)}
+        return MethodState(apart, {"calls": calls, "verified": verified, **kept})
 
     def stepped(
         self, rule: Rule, settings: Settings, passes: Passes, batches: tuple[Any, Any], gamma: float
     ) -> tuple["_Pair", float]:
         """Both after one step; and ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before it."""
         problem = passes.problem
-        with _weights_at(problem, self.z.weights):
-            _, found = _gradients(passes.train_loss(batches[0]), problem.weights)
-        with _weights_at(problem, self.y.weights):
-            _, of_train = _gradients(passes.train_loss(batches[0]), problem.weights)
-            _, of_val, _ = _val_gradients(passes, batches, problem.weights)
+        with weights_at(problem, self.z.weights):
+            _, found = gradients(passes.train_loss(batches[0]), problem.weights)
+        with weights_at(problem, self.y.weights):
+            _, of_train = gradients(passes.train_loss(batches[0]), problem.weights)
+            _, of_val, _ = val_gradients(passes, batches, problem.weights)
         warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
         at_z = {n: g for n, g in found.items() if g is not None}
         pulled = {n: g / gamma for n, g in of_val.items() if g is not None}
@@ -197,6 +216,15 @@ class _Pair:
         with torch.no_grad():
             pair = _Pair(self.y.moved(rule, along, settings), self.z.moved(rule, at_z, settings))
         return pair, _tree.norm(apart) / size if size > 0.0 else 0.0
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What some steps led to, and the precision in which the training loss computes."""
+
+    result: Hypergradient
+    pair: _Pair
+    arithmetic: Arithmetic
 
 
 def _without(point: Point) -> dict[str, Any]:
@@ -211,40 +239,3 @@ def _with(weights: Tree, memory: Mapping[str, Any]) -> Point:
 
 def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
     return None if x is None else factor * x
-
-
-@contextmanager
-def _weights_at(problem: Problem, values: Tree) -> Iterator[None]:
-    """The live weights with other values, and then as they were."""
-    kept = _tree.copy(problem.weights)
-    try:
-        _tree.write_(problem.weights, values)
-        yield
-    finally:
-        _tree.write_(problem.weights, kept)
-
-
-def _gradients(loss: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor | None]]:
-    """A loss and its gradient by input, None where it is not reached."""
-    _graph.refuse_reentrant(loss)
-    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
-    return float(loss.detach()), dict(zip(inputs, gradients, strict=True))
-
-
-def _val_gradients(
-    passes: Passes, batches: tuple[Any, Any], inputs: Mapping[str, Tensor]
-) -> tuple[float, dict[str, Tensor | None], Reading]:
-    """L_V and its gradient by input, with what comes through running statistics, and what was read of those.
-
-    The backward pass runs in the mode of the validation loss too.
-    """
-    read = Reading(passes, batches[0])
-    with passes.validating():
-        with read:
-            loss = passes.val_loss(batches[1])
-        passes.rewind()
-        leaves = {f"statistics {i}": leaf for i, leaf in enumerate(read.leaves)}
-        value, found = _gradients(loss, {**inputs, **leaves})
-    read.take([found.pop(name) for name in leaves])
-    through = read.followed(list(inputs.values()))
-    return value, {n: _graph.plus(g, x) for (n, g), x in zip(found.items(), through, strict=True)}, read

@@ -8,8 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from ._reach import refuse_unreached
-from .curvature import FiniteDifference, linearise
+from .curvature import linearise
 from .errors import ArgumentTypeError, EvaluationError
+from .finite_difference import FiniteDifference
 from .implicit import Method, combine, validation_gradient
 from .linearisation import Curvature, require_curvature
 from .passes import Passes
@@ -30,7 +31,8 @@ class SAMA(Method):
     whole is the optimiser's, not that of the hypergradient: only the direction means something.
 
     It costs the two gradients and the mixed term. That is a difference of two gradients unless
-    ``curvature=Hessian()`` is given, so that no second derivative is asked for.
+    ``curvature=Hessian()`` is given, so that no second derivative is asked for; the first is verified, as
+    `FiniteDifference` tells.
 
     Args:
         rule: the optimiser's step; None is that of the weight optimiser (the tuner's, or

@@ -166,7 +166,7 @@ def _compared(
     retraining = None
     if steps and known.highest > 0.0:
         retraining = retrain(copied(bench, double=False), direction, size, known.highest, steps)
-    tried = methods.candidates(bench, known) | more
+    tried = methods.candidates(bench, known, optimizer) | more
     return retraining, methods.compare(bench, tried, optimizer, direction, best)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _tree
-from ..curvature import FiniteDifference, Hessian
+from ..curvature import Hessian
 from ..errors import Error, named
+from ..finite_difference import Difference
 from ..problem import Problem
 from .findings import Bench
 
@@ -246,11 +247,11 @@ def _compared(bench: Bench, place: int) -> tuple[Compared, Compared]:
             w = problem.weights[n]
             v[n] = _masked(torch.randn(w.shape, generator=generator).to(w.device, w.dtype), still.get(n))
         product, mixed = system(v), system.mixed(v)
-    precision = max(torch.finfo(x.dtype).eps for x in v.values())
     found = []
     for scale in (1.0, 0.5):
         with problem.undisturbed(bench.seed, twice=False) as passes:
-            other = FiniteDifference(scale * precision ** (1 / 3)).linearise(passes, bench.train)
+            other = Difference(passes, bench.train, None)
+            other.step *= scale
             found.append((other(v), other.mixed(v)))
     (coarse, coarse_mixed), (fine, fine_mixed) = found
     size = _tree.norm(fine)

@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from .. import _tree, measuring
 from .._tree import Tree
-from ..curvature import FiniteDifference
 from ..errors import Error
+from ..finite_difference import FiniteDifference
 from ..implicit import Direct, Implicit, Method, hypergradient
 from ..penalty import Penalty
-from ..solvers import GMRES, MINRES, ConjugateGradient, Identity, Neumann
+from ..rules import SGD
+from ..sama import SAMA
+from ..solvers import ConjugateGradient, Identity, Neumann
 from ..unrolled import Unrolled
 from .findings import Bench
 from .spectrum import Spectrum
@@ -31,7 +33,8 @@ class Row:
 
     Attributes:
         method: its name.
-        slope: its hypergradient along the direction of the re-training; None where it failed.
+        slope: its hypergradient along the direction of the re-training; None where it failed, and for SAMA, whose
+            scale is the optimiser's.
         cosine: that with the reference, conjugate gradient of fifty steps.
         products: with the curvature, in a call after the first.
         seconds, memory: of that call, in training gradients; None where not measured.
@@ -49,30 +52,32 @@ class Row:
     failed: bool = False
 
 
-def candidates(bench: Bench, spectrum: Spectrum) -> dict[str, Method]:
-    """The methods that a check compares."""
+def candidates(bench: Bench, spectrum: Spectrum, optimizer: Any = None) -> dict[str, Method]:
+    """The methods that a check compares; those that ask for first derivatives alone come last."""
     rate = 1.0 / spectrum.highest if spectrum.highest > 0.0 else 0.1
     if bench.direct_only:
         return {"Direct()": Direct()}
-    if bench.failed("second derivatives"):
-        return {
-            "Implicit(curvature=FiniteDifference())": Implicit(curvature=FiniteDifference()),
-            f"Penalty(10, {rate:.2g})": Penalty(10, rate),
+    sama = SAMA() if isinstance(optimizer, Optimizer) else SAMA(SGD())
+    found: dict[str, Method] = {}
+    if not bench.failed("second derivatives"):
+        found = {"Implicit()": Implicit()}
+        if _tree.size(bench.problem.hyperparameters) <= FEW:
+            found[FOR_FEW] = Implicit(ConjugateGradient(20, damping=None), warm_start=True)
+        if spectrum.indefinite:
+            found["Implicit(MINRES(20))"] = Implicit(MINRES(20))
+            found["Implicit(solvers.GMRES(20))"] = Implicit(GMRES(20))
+        found |= {
+            "Implicit(Neumann(20))": Implicit(Neumann(20)),
+            "Implicit(Neumann(3))": Implicit(Neumann(3)),
+            "Implicit(Identity())": Implicit(Identity()),
         }
-    found: dict[str, Method] = {"Implicit()": Implicit()}
-    if _tree.size(bench.problem.hyperparameters) <= FEW:
-        found[FOR_FEW] = Implicit(ConjugateGradient(20, damping=None), warm_start=True)
-    if spectrum.indefinite:
-        found["Implicit(MINRES(20))"] = Implicit(MINRES(20))
-        found["Implicit(solvers.GMRES(20))"] = Implicit(GMRES(20))
-    found |= {
-        "Implicit(Neumann(20))": Implicit(Neumann(20)),
-        "Implicit(Neumann(3))": Implicit(Neumann(3)),
-        "Implicit(Identity())": Implicit(Identity()),
+        if not any(f.topic == "captured parameters" for f in bench.findings):
+            found[f"Unrolled(10, {rate:.2g})"] = Unrolled(10, rate)
+    return found | {
+        "Implicit(curvature=FiniteDifference())": Implicit(curvature=FiniteDifference()),
+        f"Penalty(10, {rate:.2g})": Penalty(10, rate),
+        "SAMA()" if sama.rule is None else "SAMA(SGD())": sama,
     }
-    if not any(f.topic == "captured parameters" for f in bench.findings):
-        found[f"Unrolled(10, {rate:.2g})"] = Unrolled(10, rate)
-    return found
 
 
 def reference(bench: Bench) -> Tree:
@@ -112,7 +117,7 @@ def compare(
         rows.append(
             Row(
                 name,
-                _tree.dot(h.total, direction),
+                None if isinstance(method, SAMA) else _tree.dot(h.total, direction),
                 _tree.dot(_tree.scale(h.total, 1.0 / size), direction) if 0.0 < size < math.inf else None,
                 None if h.solve is None else h.solve.products,
                 taken["call"] / taken["gradient"],

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from .. import _tree
-from ..curvature import FiniteDifference, Hessian, linearise
+from ..curvature import Hessian, linearise
+from ..finite_difference import FiniteDifference
 from ..linearisation import Curvature
 from ..solvers import MINRES, ConjugateGradient
 from ..solvers.direct import dense
