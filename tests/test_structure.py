@@ -12,9 +12,10 @@ SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
     ["errors", "_tree", "_graph", "_random", "_convolution", "_batch_norm", "_layers"],
-    ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses"],
+    ["batches", "passes", "problem", "rules", "solvers", "hyperparameters", "losses", "_probe", "_twin"],
     ["linearisation", "outputs", "forward_mode", "curvature", "split_loss", "gauss_newton"],
-    ["empirical_fisher", "kronecker", "kfac", "result"],
+    ["empirical_fisher", "kronecker", "kfac", "result", "_lone_functions", "_suspects", "_causes"],
+    ["verification"],
     ["implicit", "tuned_settings", "trajectory", "unrolled", "penalty", "sama", "hypernetworks"],
     ["callbacks", "measuring", "_requirements", "_stream", "checkpoint", "tuner", "baselines", "diagnostics"],
     ["testing"],

@@ -19,7 +19,8 @@ from .linearisation import Curvature, Linearisation, require_curvature
 from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
-from .solvers import ConjugateGradient, Solution, Solver
+from .solvers import ConjugateGradient, Identity, Solution, Solver
+from .verification import Claim, SecondDerivatives, Value, verified
 
 
 class Method(ABC):
@@ -37,6 +38,10 @@ class Method(ABC):
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    def claim(self) -> Claim | None:
+        """What differences can show of it, when a problem is verified; None for nothing."""
+        return None
 
 
 def hypergradient(
@@ -117,7 +122,8 @@ def differentiate(
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     with _graph.freed_graphs_told(), problem.undisturbed(seed, known, method.twice) as passes:
-        return method.differentiate(passes, train_batch, val_batch)
+        result = method.differentiate(passes, train_batch, val_batch)
+    return replace(result, verification=verified(problem, method.claim(), train_batch, val_batch, seed))
 
 
 def attempt(
@@ -223,6 +229,9 @@ class Implicit(Method):
             problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
         return replace(result, solve=report)
 
+    def claim(self) -> Claim:
+        return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
+
     def _missing(self, system: Linearisation, solution: Solution, b: Tree) -> float | None:
         """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
 
@@ -279,6 +288,15 @@ class Direct(Method):
         if any(x is None for x in direct.values()):
             refuse_unreached(problem, direct, _graph.leaves(passes.train_loss(train_batch)))
         return combine(problem, val_loss, direct, {})
+
+    def claim(self) -> Claim:
+        return Value(
+            type(self),
+            "",
+            lambda passes, train, val: validation_gradient(passes, val)[2],
+            lambda passes, train, val: float(passes.val_loss(val).detach()),
+            False,
+        )
 
 
 def validation_gradient(

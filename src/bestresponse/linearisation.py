@@ -40,6 +40,14 @@ class Linearisation(ABC):
         With ``last`` it is the last call: what the linearisation held is freed.
         """
 
+    def outputs(self) -> list[Tensor]:
+        """The outputs of a model that is linearised in them, computed anew at the present weights; else none."""
+        return []
+
+    def pushed(self, v: Tree) -> list[Tensor]:
+        """J v = ∂outputs/∂w · v, for each of `outputs`."""
+        return []
+
     def in_turn(self, first: int) -> Callable[[Tree], Tree]:
         """Products with the curvature of one batch at a time, each with the next of several, from a number on."""
         raise ArgumentError(
@@ -52,9 +60,11 @@ class Curvature(ABC):
 
     Attributes:
         twice: whether it differentiates the training loss twice.
+        exact: whether A is the Hessian of the training loss, and no approximation of it.
     """
 
     twice: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
 
     @abstractmethod
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:

@@ -16,13 +16,14 @@ from .errors import ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, refuse_unreached
 from .linearisation import warn_of_unreached
 from .passes import Passes, refuse_max_norm
-from .problem import MethodState, Problem
+from .problem import MethodState, Problem, settings_of
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
 from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Point
 from .tuned_settings import Settings
+from .verification import Claim, Value
 
 # Weights y that are worse than the present ones by more than this share are given up.
 _WORSE = 0.1
@@ -111,6 +112,21 @@ class Penalty(Method):
         if not _tree.not_finite(result.total):
             problem.remember(self, pair.state(calls + 1))
         return result
+
+    def claim(self) -> Claim:
+        """The gradients with respect to λ, of which the result is made, at one set of weights."""
+
+        def total(passes: Passes, train: Any, val: Any) -> dict[str, Tensor | None]:
+            problem = passes.problem
+            inputs = problem.hyperparameters
+            _, of_train = _gradients(passes.train_loss(train), inputs, problem)
+            _, of_val = _gradients(passes.val_loss(val), inputs, problem)
+            return {n: _graph.plus(x, of_val[n]) for n, x in of_train.items()}
+
+        def value(passes: Passes, train: Any, val: Any) -> float:
+            return float(passes.train_loss(train).detach()) + float(passes.val_loss(val).detach())
+
+        return Value(type(self), settings_of(self), total, value, False)
 
     def _from(
         self, pair: "_Pair", passes: Passes, batches: tuple[Any, Any], gamma: float, warm: bool

@@ -15,6 +15,7 @@ from .passes import Passes
 from .result import Hypergradient
 from .rules import Rule, like
 from .trajectory import Trajectory
+from .verification import Claim, SecondDerivatives
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,9 @@ class SAMA(Method):
                 v[name] = v[name].masked_fill(never, 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}
         return combine(problem, val_loss, direct, indirect)
+
+    def claim(self) -> Claim:
+        return SecondDerivatives(self.curvature, product=False)
 
     def _rule(self, optimizer: Optimizer | None) -> Rule:
         if self.rule is None and optimizer is None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,13 +13,18 @@ from ._tree import Tree
 from .errors import ArgumentError, ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
 from .passes import Passes
+from .problem import settings_of
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Piece, Point, Trajectory
+from .verification import Claim, Value
 
 # The changes of the tensors of a point; None where it does not change.
 Tangent = list[Tensor | None]
+
+# Steps that a verification makes again.
+_VERIFIED = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +132,11 @@ class Unrolled(_ThroughSteps):
         refuse_unreached(problem, direct, path.reached)
         return combine(problem, val_loss, direct, dict(zip(problem.hyperparameters, indirect, strict=True)))
 
+    def claim(self) -> Claim:
+        # Of all that is differentiated: the last steps, or steps between which a line is exact.
+        short = replace(self, last=None, checkpoint_every=None, trajectory="exact", fresh_batches=False)
+        return _claim(self, short)
+
     def _exact(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
         """The last point, and the graphs of the steps from the last to the first, between the points that are kept."""
         size = self.checkpoint_every or self.steps
@@ -229,6 +239,33 @@ class Forward(_ThroughSteps):
         path.finish()
         refuse_unreached(problem, direct, path.reached)
         return combine(problem, val_loss, direct, _by_name(entries, problem.hyperparameters))
+
+    def claim(self) -> Claim:
+        return _claim(self, replace(self, fresh_batches=False))
+
+
+def _claim(method: Unrolled | Forward, short: Unrolled | Forward) -> Claim:
+    """L_V(w_K(λ), λ), after few steps where their settings are numbers."""
+    settings = (method.step_size, *method.rule.settings().values())
+    if not any(map(callable, settings)):
+        short = replace(short, steps=min(method.steps, _VERIFIED))
+
+    def value(passes: Passes, train: Any, val: Any) -> float:
+        path = Trajectory(short.rule, short.step_size, short.steps, passes, train, False)
+        end = path.run(path.start(), 0, short.steps)
+        passes.carry(end.buffers)
+        try:
+            return float(passes.val_loss(val, end.leaves().weights).detach())
+        finally:
+            passes.carry({})
+
+    def total(passes: Passes, train: Any, val: Any) -> dict[str, Tensor]:
+        try:
+            return short.differentiate(passes, train, val).total
+        finally:
+            passes.carry({})
+
+    return Value(type(method), settings_of(method), total, value, True)
 
 
 def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[Tangent]]:
