@@ -4,10 +4,11 @@ from . import callbacks, diagnostics, hypernetworks, hyperparameters, losses, ru
 from .baselines import SearchResult, search
 from .batches import Batches
 from .curvature import FiniteDifference, Hessian
+from .direct import Direct
 from .empirical_fisher import EmpiricalFisher
 from .errors import BestResponseWarning, Error
 from .gauss_newton import GaussNewton
-from .implicit import Direct, Implicit, Method, backward, hypergradient
+from .implicit import Implicit, Method, backward, hypergradient
 from .kfac import KFAC
 from .linearisation import Curvature, Linearisation
 from .penalty import Penalty

@@ -73,10 +73,11 @@ def field(trial: Trial, names: Sequence[str], solvable: bool) -> Finding:
     nodes = [*_suspects.functions(trial), *_suspects.constants(trial)]
     where = f"its graph has {named(nodes)}" if nodes else "no function and no detached tensor was found"
     after = (
-        "Its curvature is not symmetric: GMRES and Exact remain right, conjugate gradient and MINRES do not"
+        "Its curvature is not symmetric: solvers.GMRES remains right; Exact, conjugate gradient and MINRES take it "
+        "for symmetric"
         if solvable
-        else "Second derivatives leave out what is held constant, with any solver; what remains need not be "
-        "symmetric, so that only GMRES and Exact solve it"
+        else "Autograd's second derivatives are not those of this field, whichever solver is used; where they are "
+        "meant as they are, solvers.GMRES solves with them, symmetric or not"
     )
     return Finding(
         "not verified: the training gradient is not the gradient of a loss",
@@ -152,7 +153,7 @@ def _agree(claimed: float, at: Callable[[float], float], step: Step) -> bool:
 
 
 def _is_gradient(trial: Trial, names: Sequence[str]) -> bool:
-    """Whether the training gradient is the slope of the training loss, in each tensor that derivatives are wrong for."""
+    """Whether the training gradient is the slope of the training loss, in tensors that derivatives are wrong for."""
     problem = trial.problem
     tensors: dict[str, Tensor] = {
         **problem.weights,

@@ -58,7 +58,7 @@ def _loses(function: Any, arguments: list[Any], exact: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def like(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+        return torch.randn(x.shape, generator=generator, device="cpu").to(x.device, x.dtype)
 
     def run() -> Sequence[Tensor]:
         outputs = function.apply(*arguments)

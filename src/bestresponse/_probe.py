@@ -96,7 +96,7 @@ def direction(tensors: Mapping[str, Tensor], module: nn.Module, seed: int) -> Tr
     rows = still(module, tensors)
     found = {}
     for name, x in tensors.items():
-        drawn = torch.rand(min(x.numel(), _DRAWN), generator=generator, dtype=torch.float32)
+        drawn = torch.rand(min(x.numel(), _DRAWN), generator=generator, dtype=torch.float32, device="cpu")
         drawn = drawn.sub_(0.5).mul_(12.0**0.5 * sizes[name]).to(x.device, x.dtype)
         if x.numel() > _DRAWN:
             drawn = drawn.repeat(math.ceil(x.numel() / _DRAWN))[: x.numel()]
@@ -206,7 +206,7 @@ class Differences:
         return Verdict("unclear")
 
     def _size(self, claimed: Tree, fine: Tree, groups: Sequence[Sequence[str]]) -> dict[str, float]:
-        size = {}
+        size: dict[str, float] = {}
         for group in groups:
             norms = {n: (self._norm(n, claimed[n]), self._norm(n, fine[n])) for n in group}
             whole = max(math.hypot(*(pair[i] for pair in norms.values())) for i in (0, 1)) if group else 0.0

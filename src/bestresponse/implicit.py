@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from . import _graph, _tree
 from ._tree import Tree
 from .batches import weighted
+from .claims import SecondDerivatives
 from .curvature import Hessian, linearise
 from .errors import ArgumentError, ArgumentTypeError, DivergedError, EvaluationError
 from .linearisation import Curvature, Linearisation, require_curvature
@@ -20,7 +21,7 @@ from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
 from .solvers import ConjugateGradient, Identity, Solution, Solver
-from .verification import Claim, SecondDerivatives, Value, verified
+from .verification import Claim, verified
 
 
 class Method(ABC):
@@ -270,33 +271,6 @@ class Implicit(Method):
         )
         said = "; ".join(filter(None, (solution.report.detail, getattr(inverse, "detail", ""))))
         return replace(solution, report=replace(solution.report, detail=said))
-
-
-@dataclass(frozen=True, eq=False)
-class Direct(Method):
-    """∂L_V/∂λ alone: for validation losses that read the hyperparameters themselves.
-
-    It is what remains where the weights do not respond, or are computed from λ inside the loss, as
-    by a hypernetwork.
-    """
-
-    twice = False
-
-    def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        problem = passes.problem
-        val_loss, _, direct = validation_gradient(passes, val_batch)
-        if any(x is None for x in direct.values()):
-            refuse_unreached(problem, direct, _graph.leaves(passes.train_loss(train_batch)))
-        return combine(problem, val_loss, direct, {})
-
-    def claim(self) -> Claim:
-        return Value(
-            type(self),
-            "",
-            lambda passes, train, val: validation_gradient(passes, val)[2],
-            lambda passes, train, val: float(passes.val_loss(val).detach()),
-            False,
-        )
 
 
 def validation_gradient(

@@ -283,16 +283,20 @@ def places(root: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def refuse_max_norm(model: nn.Module, who: str) -> None:
     """Raise for embeddings that edit their weights in a forward pass."""
-    bounded = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    ]
-    if bounded:
+    if bounded := bounded_embeddings(model):
         raise ArgumentError(
             f"{who} puts other values in the place of the weights and needs embeddings without max_norm, which edits "
             f"them outside the graph; got {bounded[:5]} with it. Normalise the looked-up rows in the model's forward."
         )
+
+
+def bounded_embeddings(model: nn.Module) -> list[str]:
+    """The names of embeddings with ``max_norm``."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
 
 
 class _Losses(nn.Module):

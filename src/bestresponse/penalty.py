@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _graph, _tree
 from ._tree import Tree
+from .claims import Value
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, refuse_unreached
 from .linearisation import warn_of_unreached
@@ -23,7 +24,7 @@ from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Point
 from .tuned_settings import Settings
-from .verification import Claim, Value
+from .verification import Claim
 
 # Weights y that are worse than the present ones by more than this share are given up.
 _WORSE = 0.1
@@ -126,7 +127,7 @@ class Penalty(Method):
         def value(passes: Passes, train: Any, val: Any) -> float:
             return float(passes.train_loss(train).detach()) + float(passes.val_loss(val).detach())
 
-        return Value(type(self), settings_of(self), total, value, False)
+        return Value(type(self), settings_of(self), total, (value,), False)
 
     def _from(
         self, pair: "_Pair", passes: Passes, batches: tuple[Any, Any], gamma: float, warm: bool

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .claims import SecondDerivatives
 from .curvature import FiniteDifference, linearise
 from .errors import ArgumentTypeError, EvaluationError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
@@ -15,7 +16,7 @@ from .passes import Passes
 from .result import Hypergradient
 from .rules import Rule, like
 from .trajectory import Trajectory
-from .verification import Claim, SecondDerivatives
+from .verification import Claim
 
 
 @dataclass(frozen=True, eq=False)

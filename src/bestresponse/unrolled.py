@@ -10,15 +10,16 @@ from torch import Tensor
 
 from . import _graph, _tree
 from ._tree import Tree
+from .claims import Value
 from .errors import ArgumentError, ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, refuse_unreached, validation_gradient
-from .passes import Passes
+from .passes import Buffers, Passes
 from .problem import settings_of
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Piece, Point, Trajectory
-from .verification import Claim, Value
+from .verification import Claim
 
 # The changes of the tensors of a point; None where it does not change.
 Tangent = list[Tensor | None]
@@ -250,22 +251,37 @@ def _claim(method: Unrolled | Forward, short: Unrolled | Forward) -> Claim:
     if not any(map(callable, settings)):
         short = replace(short, steps=min(method.steps, _VERIFIED))
 
-    def value(passes: Passes, train: Any, val: Any) -> float:
+    kept: Buffers = {}
+
+    def end(passes: Passes, train: Any) -> Point:
         path = Trajectory(short.rule, short.step_size, short.steps, passes, train, False)
-        end = path.run(path.start(), 0, short.steps)
-        passes.carry(end.buffers)
+        return path.run(path.start(), 0, short.steps)
+
+    def loss(passes: Passes, val: Any, point: Point, buffers: Buffers) -> float:
+        passes.carry(buffers)
         try:
-            return float(passes.val_loss(val, end.leaves().weights).detach())
+            return float(passes.val_loss(val, point.leaves().weights).detach())
         finally:
             passes.carry({})
 
     def total(passes: Passes, train: Any, val: Any) -> dict[str, Tensor]:
+        kept.clear()
+        kept.update(end(passes, train).buffers)
         try:
             return short.differentiate(passes, train, val).total
         finally:
             passes.carry({})
 
-    return Value(type(method), settings_of(method), total, value, True)
+    def held(passes: Passes, train: Any, val: Any) -> float:
+        """With running statistics as constants."""
+        return loss(passes, val, end(passes, train), kept)
+
+    def following(passes: Passes, train: Any, val: Any) -> float:
+        """With running statistics that follow the weights."""
+        point = end(passes, train)
+        return loss(passes, val, point, point.buffers)
+
+    return Value(type(method), settings_of(method), total, (held, following), True)
 
 
 def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[Tangent]]:

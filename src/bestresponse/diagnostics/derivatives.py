@@ -4,7 +4,7 @@ Kinks (ReLU, max pooling) make differences wrong by themselves, most of all wher
 zero-initialised scales. So a disagreement counts where it is found at several places near the weights.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import _graph, _tree
 from .._requirements import check_weight_optimizer
+from .._twin import tensors_of
 from ..errors import named
 from .findings import Bench, repeated
 

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from .. import _tree, measuring
 from .._tree import Tree
 from ..curvature import FiniteDifference
+from ..direct import Direct
 from ..errors import Error
-from ..implicit import Direct, Implicit, Method, hypergradient
+from ..implicit import Implicit, Method, hypergradient
 from ..penalty import Penalty
 from ..solvers import ConjugateGradient, Identity, Neumann
 from ..unrolled import Unrolled
