@@ -122,5 +122,5 @@ def power_iteration(problem: Problem) -> str | None:
     for name, module in problem.model.named_modules():
         hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values()]
         if module.training and ("SpectralNorm" in hooks or type(module).__name__ == "_SpectralNorm"):
-            return name
+            return str(name)
     return None
