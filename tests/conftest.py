@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bestresponse import verification
+
 torch.set_num_threads(1)  # for problems this small, threads cost more than they give
 
 # The systems of the solver tests are drawn anew in each run, so that none passes by one processor's rounding.
@@ -21,6 +23,17 @@ def _double_precision():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _without_verification(request, monkeypatch):
+    """Hypergradients do not verify derivatives, which would cost each test some passes: `verifying` turns it on."""
+    monkeypatch.setattr(verification, "ENABLED", "verifying" in request.fixturenames)
+
+
+@pytest.fixture
+def verifying():
+    """Hypergradients verify derivatives, as they do outside the tests."""
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ LAYERS = [
         "solvers",
         "hyperparameters",
         "losses",
+        "_probe",
+        "_twin",
     ],
     [
         "kinks",
@@ -46,8 +48,11 @@ LAYERS = [
         "gauss_newton",
     ],
     ["empirical_fisher", "kronecker", "kfac", "result", "_singular", "_reach"],
+    ["_lone_functions", "_suspects", "_causes"],
+    ["verification", "claims"],
     [
         "implicit",
+        "direct",
         "tuned_settings",
         "trajectory",
         "unrolled",

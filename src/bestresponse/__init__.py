@@ -4,11 +4,12 @@ from . import callbacks, diagnostics, hypernetworks, hyperparameters, losses, ru
 from .baselines import SearchResult, search
 from .batches import Batches
 from .curvature import Hessian
+from .direct import Direct
 from .empirical_fisher import EmpiricalFisher
 from .errors import BestResponseWarning, Error
 from .finite_difference import FiniteDifference
 from .gauss_newton import GaussNewton
-from .implicit import Direct, Implicit, Method, backward, hypergradient
+from .implicit import Implicit, Method, backward, hypergradient
 from .kfac import KFAC
 from .linearisation import Curvature, Linearisation
 from .penalty import Penalty

@@ -49,6 +49,8 @@ class Hessian(Curvature):
 
     mode: Literal["reverse", "forward"] = "reverse"
 
+    exact = True
+
     def __post_init__(self) -> None:
         if self.mode not in ("reverse", "forward"):
             raise ArgumentError(f'Hessian.mode must be "reverse" or "forward"; got {self.mode!r}.')

@@ -1,5 +1,6 @@
 """The Gauss-Newton curvature: positive semi-definite where the loss is convex in the model's outputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 from . import _graph
 from ._tree import Tree
 from .linearisation import Curvature, Linearisation
-from .outputs import filled, output_hessian
+from .outputs import filled, output_hessian, with_graph
 from .passes import Passes
-from .split_loss import OutputLoss, Predict, Rest, SplitLinearisation, check_parts
+from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,14 @@ class GaussNewton(Curvature):
 class _OuterProduct(SplitLinearisation):
     """Jᵀ H J by two passes through one graph: Jᵀu is linear in u, so that its derivative along v is J v."""
 
+    def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
+        def again() -> Any:
+            passes.replay()
+            return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
+
+        self._again: Callable[[], Any] = again
+        return again()
+
     def prepare(self, loss: OutputLoss, outputs: Any, moving: list[Tensor], batch: Any) -> None:
         self._outputs = moving
         self._weigh = output_hessian(loss, outputs, moving, batch)
@@ -67,8 +76,14 @@ class _OuterProduct(SplitLinearisation):
         )
         self._pulled = self.inspected(pulled)
 
+    def outputs(self) -> list[Tensor]:
+        return with_graph(self._again(), self._owner)
+
+    def pushed(self, v: Tree) -> list[Tensor]:
+        return filled(_graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
+
     def outer(self, v: Tree) -> Tree:
-        pushed = filled(_graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
+        pushed = self.pushed(v)
         products = torch.autograd.grad(
             self._outputs,
             self.weights,

@@ -17,6 +17,7 @@ from ._reach import reaches, refuse_unreached, unreached_by_validation
 from ._singular import singular_operation
 from ._tree import Tree
 from .batches import weighted
+from .claims import SecondDerivatives
 from .curvature import Hessian, linearise
 from .errors import ArgumentError, ArgumentTypeError, DivergedError, EvaluationError
 from .linearisation import Curvature, Linearisation, require_curvature
@@ -24,7 +25,8 @@ from .passes import Passes
 from .problem import MethodState, Problem
 from .result import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
 from .running_statistics import Reading
-from .solvers import ConjugateGradient, Report, Solution, Solver, Status
+from .solvers import ConjugateGradient, Identity, Report, Solution, Solver, Status
+from .verification import Claim, verified
 
 
 class Method(ABC):
@@ -42,6 +44,10 @@ class Method(ABC):
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    def claim(self) -> Claim | None:
+        """What differences can show of it, when a problem is verified; None for nothing."""
+        return None
 
 
 def hypergradient(
@@ -121,14 +127,11 @@ def differentiate(
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
-    with (
-        foreign_errors_told(),
-        problem.watch.hypergradient(problem.live()),
-        problem.undisturbed(seed, known, method.twice) as passes,
-    ):
-        result = method.differentiate(passes, train_batch, val_batch)
-        passes.conclude()
-        return result
+    with foreign_errors_told(), problem.watch.hypergradient(problem.live()):
+        with problem.undisturbed(seed, known, method.twice) as passes:
+            result = method.differentiate(passes, train_batch, val_batch)
+            passes.conclude()
+        return replace(result, verification=verified(problem, method.claim(), train_batch, val_batch, seed))
 
 
 def attempt(
@@ -247,6 +250,9 @@ class Implicit(Method):
             return Status.NEGATIVE_CURVATURE
         return report.status
 
+    def claim(self) -> Claim:
+        return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
+
     def _missing(self, system: Linearisation, solution: Solution, b: Tree) -> float | None:
         """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
 
@@ -310,24 +316,6 @@ def damping_effect(result: Hypergradient, stretch: float | None) -> float | None
         return None
     undamped = _tree.norm(_tree.add(result.direct, result.indirect, 1.0 + stretch))
     return stretch * _tree.norm(result.indirect) / undamped if undamped > 0.0 else None
-
-
-@dataclass(frozen=True, eq=False)
-class Direct(Method):
-    """∂L_V/∂λ alone: for validation losses that read the hyperparameters themselves.
-
-    It is what remains where the weights do not respond, or are computed from λ inside the loss, as by a
-    hypernetwork. What λ does to running statistics is in it.
-    """
-
-    twice = False
-
-    def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        problem, read = passes.problem, Reading(passes, train_batch)
-        val_loss, _, direct = validation_gradient(passes, val_batch, read, through_weights=False)
-        if any(x is None for x in direct.values()):
-            refuse_unreached(problem, direct, _graph.leaves(passes.train_loss(train_batch)))
-        return replace(combine(problem, val_loss, direct, {}), norms=read.norms)
 
 
 def validation_gradient(

@@ -47,6 +47,14 @@ class Linearisation(ABC):
         """``v`` with zeros for the weights that a kink holds, which are in `names` and do not respond."""
         return v
 
+    def outputs(self) -> list[Tensor]:
+        """The outputs of a model that is linearised in them, computed anew at the present weights; else none."""
+        return []
+
+    def pushed(self, v: Tree) -> list[Tensor]:
+        """J v = ∂outputs/∂w · v, for each of `outputs`."""
+        return []
+
     def in_turn(self, first: int) -> Callable[[Tree], Tree]:
         """Products with the curvature of one batch at a time, each with the next of several, from a number on."""
         raise ArgumentError(
@@ -59,9 +67,11 @@ class Curvature(ABC):
 
     Attributes:
         twice: whether it differentiates the training loss twice.
+        exact: whether A is the Hessian of the training loss, and no approximation of it.
     """
 
     twice: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
 
     @abstractmethod
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
@@ -106,12 +116,18 @@ def refuse_no_weights(problem: Problem, names: Collection[str]) -> None:
 
 def warn_of_power_iterations(problem: Problem) -> None:
     """Warn once of spectral normalisation in training mode, whose second derivative leaves a part out."""
+    if (name := power_iteration(problem)) is not None:
+        problem.warn_once(
+            "spectral norm",
+            f"spectral_norm at {name!r} takes its singular vectors as constants, so that second derivatives "
+            "in training mode are off by some percent. FiniteDifference(), SAMA and Penalty take the whole of it.",
+        )
+
+
+def power_iteration(problem: Problem) -> str | None:
+    """The name of a module with spectral normalisation in training mode."""
     for name, module in problem.model.named_modules():
         hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values()]
         if module.training and ("SpectralNorm" in hooks or type(module).__name__ == "_SpectralNorm"):
-            problem.warn_once(
-                "spectral norm",
-                f"spectral_norm at {name!r} takes its singular vectors as constants, so that second derivatives "
-                "in training mode are off by some percent. FiniteDifference(), SAMA and Penalty take the whole of it.",
-            )
-            return
+            return str(name)
+    return None

@@ -46,6 +46,7 @@ class Passes:
         problem: whose losses they are.
         weight_optimizer: what trains the weights, for methods that look at its state; None if not known.
         twice: whether the losses will be differentiated twice.
+        statistics_follow: whether running statistics follow the weights; else they are constants.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Passes:
         twice: bool = True,
     ) -> None:
         self.problem, self.weight_optimizer, self.twice = problem, weight_optimizer, twice
+        self.statistics_follow = True
         self._seed = seed
         self._carried: Buffers = {}
         self._number = 0

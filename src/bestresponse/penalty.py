@@ -13,12 +13,13 @@ from ._arithmetic import Arithmetic, arithmetic
 from ._reach import reaches, refuse_unreached, unreached_by_validation
 from ._substitution import refuse_max_norm
 from ._tree import Tree
+from .claims import Value
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine
 from .linearisation import warn_of_unreached
 from .other_weights import gradients, val_gradients, verify_difference, weights_at
 from .passes import Passes
-from .problem import MethodState, Problem
+from .problem import MethodState, Problem, settings_of
 from .resolution import Circumstances, refuse_half_precision, sizes
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
@@ -26,6 +27,7 @@ from .solvers import Report, Status
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Point
 from .tuned_settings import Settings
+from .verification import Claim
 
 # Weights y that are worse than the present ones by more than this share are given up.
 _WORSE = 0.1
@@ -130,6 +132,20 @@ class Penalty(Method):
         y, z = found.pair.y.weights, found.pair.z.weights
         verify_difference(passes, y, z, batches, gamma, found.arithmetic)
         return here.data(multiplier=gamma)
+
+    def claim(self) -> Claim:
+        """The gradients with respect to λ, of which the result is made, at one set of weights."""
+
+        def total(passes: Passes, train: Any, val: Any) -> dict[str, Tensor | None]:
+            inputs = passes.problem.hyperparameters
+            _, of_train = gradients(passes.train_loss(train), inputs)
+            _, of_val, _ = val_gradients(passes, (train, val), inputs)
+            return {n: _graph.plus(x, of_val[n]) for n, x in of_train.items()}
+
+        def value(passes: Passes, train: Any, val: Any) -> float:
+            return float(passes.train_loss(train).detach()) + float(passes.val_loss(val).detach())
+
+        return Value(type(self), settings_of(self), total, value, False)
 
     def _from(
         self, pair: "_Pair", passes: Passes, batches: tuple[Any, Any], gamma: float, warm: bool

@@ -43,6 +43,7 @@ class Problem:
         train_loss: L_T, regulariser included. It runs in the mode in which the modules are.
         val_loss: L_V. It runs in eval mode.
         val_mode: "eval", or "as_is" for a validation loss in the mode in which the modules are.
+        verify: whether the first hypergradient of each method compares the derivatives that it uses with differences.
 
     Attributes:
         weights: the live weights by name, as named in ``model``.
@@ -68,20 +69,25 @@ class Problem:
         train_loss: Loss,
         val_loss: Loss,
         val_mode: Literal["eval", "as_is"] = "eval",
+        verify: bool = True,
     ) -> None:
         _check_arguments(model, hyper, train_loss, val_loss, val_mode)
+        if not isinstance(verify, bool):
+            raise ArgumentTypeError(f"Problem.verify must be True or False; got {verify!r}.")
         self.model, self.hyper = model, hyper
         self.train_loss, self.val_loss, self.val_mode = train_loss, val_loss, val_mode
         refuse_several_processes(
             (*model.modules(), *hyper.modules()),
             {**dict(model.named_parameters()), **dict(hyper.named_parameters())},
         )
+        self.verify = verify
         self.weights, self.hyperparameters = _split(model, hyper)
         self.watch = Watch()
         self._states: weakref.WeakKeyDictionary[Any, MethodState] = weakref.WeakKeyDictionary()
         self._met: dict[str, tuple[weakref.ref[Any], int]] = {}
         self._warned: set[object] = set()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._verified: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return (
@@ -152,6 +158,10 @@ class Problem:
         first = thing not in self._seen
         self._seen.add(thing)
         return first
+
+    def verified(self, thing: Any) -> dict[str, str]:
+        """What verification said of ``thing`` (a curvature, a kind of method) on this problem, by what it looked at."""
+        return self._verified.setdefault(thing, {})
 
     def warn_once(self, key: object, message: str) -> None:
         """Give a warning the first time that ``key`` comes up on this problem."""

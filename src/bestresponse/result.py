@@ -24,6 +24,8 @@ class Hypergradient:
         val_loss: L_V where the hypergradient was taken.
         solve: the linear solve's report; None for methods without a solve.
         norms: the norms, by name, through whose running statistics the validation loss was differentiated as well.
+        verification: what differences said of the derivatives that it was made of, at the first call: "verified", or
+            "not verified" and why; None where `Problem` was made with verify=False.
     """
 
     total: dict[str, Tensor]
@@ -32,6 +34,7 @@ class Hypergradient:
     val_loss: float
     solve: Report | None = None
     norms: tuple[str, ...] = ()
+    verification: str | None = None
 
     @property
     def norm(self) -> float:
@@ -59,11 +62,14 @@ class Hypergradient:
         print("No linear solve." if self.solve is None else f"Solve: {self.solve.status}")
         for name, value in () if self.solve is None else self.solve.lines():
             print(f"  {name.ljust(38)}{value}")
+        if self.verification is not None:
+            print(f"Derivatives: {self.verification}")
 
     def __repr__(self) -> str:
         return (
             f"Hypergradient(norm={self.norm:.4g}, direct={_tree.norm(self.direct):.4g}, "
-            f"indirect={_tree.norm(self.indirect):.4g}, val_loss={self.val_loss:.4g}, solve={self.solve})"
+            f"indirect={_tree.norm(self.indirect):.4g}, val_loss={self.val_loss:.4g}, solve={self.solve}, "
+            f"verification={self.verification!r})"
         )
 
 

@@ -98,6 +98,8 @@ class Reading(NormCalls):
     def followed(self, inputs: Sequence[Tensor], weights: Tree | None = None) -> list[Tensor | None]:
         """(∂s/∂inputs)ᵀ s̄ in the training pass, or passes, at the live weights or at ``weights``."""
         total: list[Tensor | None] = [None] * len(inputs)
+        if not self._passes.statistics_follow:
+            return total
         self._tell_unseen()
         cotangents = {k: s for k, s in self._cotangents.items() if any(bool(x.any()) for x in s)}
         if not cotangents:

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from ._reach import refuse_unreached
+from .claims import SecondDerivatives
 from .curvature import linearise
 from .errors import ArgumentTypeError, EvaluationError
 from .finite_difference import FiniteDifference
@@ -18,6 +19,7 @@ from .result import Hypergradient
 from .rules import Rule, like
 from .running_statistics import Reading
 from .trajectory import Trajectory
+from .verification import Claim
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,9 @@ class SAMA(Method):
                 v[name] = v[name].masked_fill(never, 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}
         return replace(combine(problem, val_loss, direct, indirect), norms=read.norms)
+
+    def claim(self) -> Claim:
+        return SecondDerivatives(self.curvature, product=False)
 
     def _rule(self, optimizer: Optimizer | None) -> Rule:
         if self.rule is None and optimizer is None:

@@ -11,17 +11,23 @@ from torch import Tensor
 from . import _graph, _tree
 from ._reach import refuse_unreached
 from ._tree import Tree
+from .claims import Value
 from .errors import ArgumentError, ArgumentTypeError, DivergedError, NotFiniteError
 from .implicit import Method, combine, validation_gradient
-from .passes import Passes
+from .passes import Buffers, Passes
+from .problem import settings_of
 from .result import Hypergradient
 from .rules import SGD, Rule, Setting
 from .running_statistics import Reading
 from .solvers.base import require, require_integer, require_number
 from .trajectory import Piece, Point, Trajectory
+from .verification import Claim
 
 # The changes of the tensors of a point; None where it does not change.
 Tangent = list[Tensor | None]
+
+# Steps that a verification makes again.
+_VERIFIED = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +138,11 @@ class Unrolled(_ThroughSteps):
         result = combine(problem, val_loss, direct, dict(zip(problem.hyperparameters, indirect, strict=True)))
         return replace(result, norms=read.norms)
 
+    def claim(self) -> Claim:
+        # Of all that is differentiated: the last steps, or steps between which a line is exact.
+        short = replace(self, last=None, checkpoint_every=None, trajectory="exact", fresh_batches=False)
+        return _claim(self, short)
+
     def _exact(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
         """The last point, and the graphs of the steps from the last to the first, between the points that are kept."""
         size = self.checkpoint_every or self.steps
@@ -238,6 +249,42 @@ class Forward(_ThroughSteps):
         refuse_unreached(problem, direct, path.reached)
         result = combine(problem, val_loss, direct, _by_name(entries, problem.hyperparameters))
         return replace(result, norms=read.norms)
+
+    def claim(self) -> Claim:
+        return _claim(self, replace(self, fresh_batches=False))
+
+
+def _claim(method: Unrolled | Forward, short: Unrolled | Forward) -> Claim:
+    """L_V(w_K(λ), λ), after few steps where their settings are numbers."""
+    settings = (method.step_size, *method.rule.settings().values())
+    if not any(map(callable, settings)):
+        short = replace(short, steps=min(method.steps, _VERIFIED))
+
+    kept: Buffers = {}
+
+    def end(passes: Passes, train: Any) -> Point:
+        path = Trajectory(short.rule, short.step_size, short.steps, passes, train, False)
+        return path.run(path.start(), 0, short.steps)
+
+    def loss(passes: Passes, val: Any, point: Point, buffers: Buffers) -> float:
+        passes.carry(buffers)
+        try:
+            return float(passes.val_loss(val, point.leaves().weights).detach())
+        finally:
+            passes.carry({})
+
+    def total(passes: Passes, train: Any, val: Any) -> dict[str, Tensor]:
+        kept.clear()
+        kept.update(end(passes, train).buffers)
+        try:
+            return short.differentiate(passes, train, val).total
+        finally:
+            passes.carry({})
+
+    def again(passes: Passes, train: Any, val: Any) -> float:
+        return loss(passes, val, end(passes, train), kept)
+
+    return Value(type(method), settings_of(method), total, again, True)
 
 
 def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[Tangent]]:

@@ -9,12 +9,13 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
+from .._twin import tensors_of
 from ..errors import ArgumentTypeError
 from ..implicit import Method, check_method
 from ..problem import Problem
 from ..solvers.base import require_integer
 from . import derivatives, losses, methods, spectrum
-from .findings import Bench, Finding, tensors_of
+from .findings import Bench, Finding
 from .methods import Row
 from .precise import copied
 from .retraining import Retraining, retrain
@@ -116,7 +117,12 @@ def check(
             problem.check_intact()
             # A twin of its own, so that what is remembered and warned of stays as it is.
             twin = Problem(
-                problem.model, problem.hyper, problem.train_loss, problem.val_loss, problem.val_mode
+                problem.model,
+                problem.hyper,
+                problem.train_loss,
+                problem.val_loss,
+                problem.val_mode,
+                verify=False,
             )
         if bench.failed("parameters"):
             return Check(repr(problem), tuple(bench.findings), None, None, (), _advice(bench, None, None, []))

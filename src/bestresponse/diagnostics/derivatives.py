@@ -4,13 +4,14 @@ Kinks (ReLU, max pooling) make differences wrong by themselves, most of all wher
 zero-initialised scales. So a disagreement counts where it is found at several places near the weights.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _tree
+from .._probe import masked, or_zero, still
 from ..curvature import Hessian
 from ..errors import Error, named
 from ..finite_difference import Difference
@@ -54,7 +55,7 @@ def _gradient(bench: Bench, name: str, batch: object, places: int) -> None:
             value = float(loss.detach())
             del loss
             run = (name, batch, value)
-            wrong = [n for n in wrong if _differs(bench, run, n, tensors[n], _or_zero(slopes[n], tensors[n]))]
+            wrong = [n for n in wrong if _differs(bench, run, n, tensors[n], or_zero(slopes[n], tensors[n]))]
         if not wrong:
             break
     if wrong:
@@ -95,32 +96,16 @@ def _near(problem: Problem, place: int) -> Iterator[None]:
         return
     kept = _tree.copy(problem.weights)
     generator = torch.Generator().manual_seed(100 + place)
-    still = _still(problem.model, problem.weights)
+    padding = still(problem.model, problem.weights)
     try:
         with torch.no_grad():
             for name, w in problem.weights.items():
                 size = _JITTER * (float(w.abs().mean()) or 1.0)
                 noise = torch.randn(w.shape, generator=generator).to(w.device, w.dtype)
-                w.add_(_masked(noise, still.get(name)), alpha=size)
+                w.add_(masked(noise, padding.get(name)), alpha=size)
         yield
     finally:
         _tree.write_(problem.weights, kept)
-
-
-def _still(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """The rows of padding indices, whose gradient torch leaves out."""
-    padded = {
-        id(m.weight): m.padding_idx
-        for m in model.modules()
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.padding_idx is not None
-    }
-    return {n: padded[id(w)] for n, w in weights.items() if id(w) in padded}
-
-
-def _masked(x: Tensor, row: int | None) -> Tensor:
-    if row is not None:
-        x[row] = 0.0
-    return x
 
 
 def _differs(bench: Bench, run: tuple[str, object, float], key: str, x: Tensor, g: Tensor) -> bool:
@@ -129,7 +114,7 @@ def _differs(bench: Bench, run: tuple[str, object, float], key: str, x: Tensor, 
     ``run``: the name of the loss, its batch, and its value here.
     """
     name, batch, value = run
-    direction = _direction(x, g, _still(bench.problem.model, bench.problem.weights).get(key))
+    direction = _direction(x, g, still(bench.problem.model, bench.problem.weights).get(key))
     double = x.dtype == torch.float64
     size = (1e-4 if double else 1e-2) * (float(x.detach().norm()) or 1.0)
     kept = x.detach().clone()
@@ -172,10 +157,10 @@ def _wrong(x: Tensor) -> float:
     return _WRONG if x.dtype == torch.float64 else _WRONG_BELOW
 
 
-def _direction(x: Tensor, g: Tensor, still: int | None) -> Tensor:
+def _direction(x: Tensor, g: Tensor, padding: int | None) -> Tensor:
     """A unit vector that is half along the gradient, where there is one, and half random."""
     generator = torch.Generator().manual_seed(0)
-    random = _masked(torch.randn(x.shape, generator=generator).to(x.device, x.dtype), still)
+    random = masked(torch.randn(x.shape, generator=generator).to(x.device, x.dtype), padding)
     random = random / (float(random.norm()) or 1.0)
     whole = random + (g / g.norm() if float(g.norm()) > 0.0 else 0.0)
     unit: Tensor = (whole / (float(whole.norm()) or 1.0)).detach()
@@ -238,14 +223,14 @@ def _compared(bench: Bench, place: int) -> tuple[Compared, Compared]:
     """By name: what autograd says, the differences of two steps, and the size of the whole."""
     problem = bench.problem
     hyper = problem.hyperparameters
-    still = _still(problem.model, problem.weights)
+    padding = still(problem.model, problem.weights)
     generator = torch.Generator().manual_seed(1 + place)
     with problem.undisturbed(bench.seed) as passes:
         system = Hessian().linearise(passes, bench.train)
         v = {}
         for n in system.names:
             w = problem.weights[n]
-            v[n] = _masked(torch.randn(w.shape, generator=generator).to(w.device, w.dtype), still.get(n))
+            v[n] = masked(torch.randn(w.shape, generator=generator).to(w.device, w.dtype), padding.get(n))
         product, mixed = system(v), system.mixed(v)
     found = []
     for scale in (1.0, 0.5):
@@ -256,7 +241,7 @@ def _compared(bench: Bench, place: int) -> tuple[Compared, Compared]:
     (coarse, coarse_mixed), (fine, fine_mixed) = found
     size = _tree.norm(fine)
     of_hyper = [
-        {n: _or_zero(m.get(n), p) for n, p in hyper.items()} for m in (mixed, coarse_mixed, fine_mixed)
+        {n: or_zero(m.get(n), p) for n, p in hyper.items()} for m in (mixed, coarse_mixed, fine_mixed)
     ]
     size_mixed = _tree.norm(of_hyper[2])
     return (
@@ -269,7 +254,3 @@ def _apart(x: Tensor, coarse: Tensor, fine: Tensor, whole: float) -> bool:
     """Whether x is far from differences of two steps, which tell their own error; small parts of a whole are passed."""
     uncertain = 5.0 * float((coarse - fine).norm()) + _wrong(x) * (float(fine.norm()) + 0.1 * whole)
     return float((x - fine).norm()) > uncertain
-
-
-def _or_zero(x: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if x is None else x

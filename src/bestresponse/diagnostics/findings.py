@@ -1,7 +1,7 @@
 """What a check found, one sentence at a time."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._twin import mapped
 from ..batches import Batches
 from ..errors import Error
 from ..problem import Problem
@@ -70,26 +71,6 @@ class Bench:
     def failed(self, topic: str) -> bool:
         """Whether there is an error on this topic."""
         return any(f.topic == topic and f.level == "error" for f in self.findings)
-
-
-def tensors_of(problem: Problem) -> dict[str, Tensor]:
-    """Weights by name, and hyperparameters by name after "hyper."."""
-    return {**problem.weights, **{f"hyper.{n}": p for n, p in problem.hyperparameters.items()}}
-
-
-def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with a function of each of its tensors, in tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Batches):
-        return Batches([mapped(b, function) for b in batch], batch.weights, batch.recompute)
-    if isinstance(batch, dict):
-        return type(batch)({k: mapped(v, function) for k, v in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(v, function) for v in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(mapped(v, function) for v in batch)
-    return batch
 
 
 def repeated(batch: Any, times: int) -> Any | None:

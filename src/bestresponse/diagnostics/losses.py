@@ -8,8 +8,9 @@ from torch import Tensor
 
 from .. import _graph, _tree
 from .._requirements import check_weight_optimizer
+from .._twin import tensors_of
 from ..errors import named
-from .findings import Bench, repeated, tensors_of
+from .findings import Bench, repeated
 
 _NOISE = 1e-6
 

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from .. import _tree, measuring
 from .._tree import Tree
+from ..direct import Direct
 from ..errors import Error
 from ..finite_difference import FiniteDifference
-from ..implicit import Direct, Implicit, Method, hypergradient
+from ..implicit import Implicit, Method, hypergradient
 from ..penalty import Penalty
 from ..rules import SGD
 from ..sama import SAMA
-from ..solvers import ConjugateGradient, Identity, Neumann
+from ..solvers import GMRES, MINRES, ConjugateGradient, Identity, Neumann
 from ..unrolled import Unrolled
 from .findings import Bench
 from .spectrum import Spectrum

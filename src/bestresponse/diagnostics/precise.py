@@ -1,15 +1,7 @@
 """A copy of a problem, where one can be made, whose tensors may be moved; in float64 rounding does not hide faults."""
 
-import copy
-from typing import Any
-
-import torch
-
-from .. import _graph
-from ..problem import Problem
-from .findings import Bench, mapped, tensors_of
-
-_LARGEST = 5_000_000
+from .._twin import LARGEST, doubled, is_alike, tensors_of, twin
+from .findings import Bench
 
 
 def copied(bench: Bench, double: bool) -> Bench:
@@ -19,36 +11,15 @@ def copied(bench: Bench, double: bool) -> Bench:
     that hold modules of their own, or make tensors of a fixed dtype, have none.
     """
     problem = bench.problem
-    if sum(x.numel() for x in (*problem.weights.values(), *problem.hyperparameters.values())) > _LARGEST:
+    if sum(x.numel() for x in tensors_of(problem).values()) > LARGEST:
         return bench
     try:
-        model, hyper = copy.deepcopy((problem.model, problem.hyper))
-        if double:
-            model, hyper = model.double(), hyper.double()
-        twin = Problem(model, hyper, problem.train_loss, problem.val_loss, problem.val_mode)
-        train, val = (_double(b) if double else b for b in (bench.train, bench.val))
-        other = Bench(twin, train, val, bench.seed, bench.findings)
-        alike = all(_alike(bench, other, name, double) for name in ("train_loss", "val_loss"))
+        other, _ = twin((problem, None), double)
+        train, val = (doubled(b) if double else b for b in (bench.train, bench.val))
+        alike = all(
+            is_alike(problem, other, name, batches, bench.seed, double)
+            for name, batches in (("train_loss", (bench.train, train)), ("val_loss", (bench.val, val)))
+        )
     except Exception:  # a problem that has no such copy, for whatever reason
         return bench
-    return other if alike else bench
-
-
-def _double(batch: Any) -> Any:
-    return mapped(batch, lambda x: x.double() if x.is_floating_point() else x)
-
-
-def _alike(bench: Bench, other: Bench, name: str, double: bool) -> bool:
-    """Whether a loss of a copy is that of the original, and uses nothing of it."""
-    values, reached = [], []
-    for one in (bench, other):
-        problem = one.problem
-        with problem.undisturbed(one.seed) as passes:
-            loss = getattr(passes, name)(one.train if name == "train_loss" else one.val)
-        leaves = _graph.leaves(loss)
-        values.append(float(loss.detach()))
-        reached.append({n for n, x in tensors_of(problem).items() if id(x) in leaves})
-    captured = any(id(x) in leaves for x in tensors_of(bench.problem).values())
-    near = abs(values[0] - values[1]) <= 0.05 * max(map(abs, values)) + 1e-6
-    same = near and reached[0] == reached[1] and not captured
-    return same and (loss.dtype == torch.float64 or not double)
+    return Bench(other, train, val, bench.seed, bench.findings) if alike else bench

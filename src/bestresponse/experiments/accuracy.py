@@ -14,11 +14,12 @@ from .. import _tree, measuring, rules
 from .._tree import Tree
 from ..baselines import search
 from ..curvature import Hessian
+from ..direct import Direct
 from ..empirical_fisher import EmpiricalFisher
 from ..hypernetworks import LinearHypernetwork, SelfTuning
 from ..hypernetworks.base import Hypernetwork
 from ..hyperparameters import WeightDecay
-from ..implicit import Direct, Implicit, Method, hypergradient
+from ..implicit import Implicit, Method, hypergradient
 from ..penalty import Penalty
 from ..problem import Problem
 from ..sama import SAMA

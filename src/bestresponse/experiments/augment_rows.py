@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from .. import callbacks
+from ..direct import Direct
 from ..gauss_newton import GaussNewton
 from ..hyperparameters import Augmenter, ExampleWeights
-from ..implicit import Direct, Implicit, Method
+from ..implicit import Implicit, Method
 from ..problem import Problem
 from ..solvers import ConjugateGradient, Identity, Neumann
 from ..tuner import Tuner

@@ -10,10 +10,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from .. import callbacks
 from ..baselines import search
+from ..direct import Direct
 from ..gauss_newton import GaussNewton
 from ..hypernetworks import SelfTuning
 from ..hyperparameters import WeightDecay
-from ..implicit import Direct, Implicit, Method
+from ..implicit import Implicit, Method
 from ..losses import CrossEntropy
 from ..problem import Problem
 from ..solvers import Identity, Neumann

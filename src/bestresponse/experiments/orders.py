@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import measuring
+from ..direct import Direct
 from ..hypernetworks import LinearHypernetwork, SelfTuning
 from ..hypernetworks.base import Hypernetwork
-from ..implicit import Direct, Implicit, Method, hypergradient
+from ..implicit import Implicit, Method, hypergradient
 from ..problem import Problem
 from ..solvers import ConjugateGradient, Neumann
 from ..unrolled import Forward, Unrolled

@@ -132,7 +132,8 @@ class Hypernetwork(nn.Module, ABC):
     def over_parameters(self, hyper: nn.Module) -> Problem:
         """The problem over φ; a subclass makes it when its parameters are there."""
         kind = type(self)
-        return Problem(self, hyper, kind.train_loss, kind.val_loss, self.source.val_mode)
+        source = self.source
+        return Problem(self, hyper, kind.train_loss, kind.val_loss, source.val_mode, source.verify)
 
     def vector(self, hyper: nn.Module) -> Tensor:
         """The present λ of a module like the given one, in one vector [H] with a graph."""

@@ -1,0 +1,474 @@
+"""Derivatives that are wrong are refused or warned of with their cause, and right ones are passed without a word."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bestresponse as br
+from bestresponse.testing import check_method
+
+pytestmark = pytest.mark.usefixtures("verifying")
+
+
+def fit(model, hyper, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def problem_of(model, loss=fit, initial=0.1, **keywords):
+    decay = br.hyperparameters.WeightDecay(model, initial=initial, per="tensor")
+    return br.Problem(model, decay, lambda m, h, b: loss(m, h, b) + h(m), loss, **keywords)
+
+
+def batch(n=24, inputs=3):
+    return torch.randn(n, inputs), torch.randn(n, 2)
+
+
+def around(layer, kink=nn.Tanh):
+    return nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 8), kink(), nn.Linear(8, 2))
+
+
+def gauss_newton(problem):
+    return br.GaussNewton(lambda m, h, b: m(b[0]), lambda o, b: F.mse_loss(o, b[1]), problem.hyper)
+
+
+class Calling(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class WithoutGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            return g * (1 - x.tanh() ** 2)
+
+
+class SavesAnIntermediate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        z = x.tanh()
+        ctx.z = z.detach()
+        return z
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 - ctx.z**2)
+
+
+class ThroughNumpy(torch.autograd.Function):
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def forward(x):
+        return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.from_numpy(g.detach().numpy() * (1 - np.tanh(x.detach().numpy()) ** 2))
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint made at home."""
+
+    @staticmethod
+    def forward(ctx, f, x, *parameters):
+        ctx.f = f
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.f(z), [z, *parameters], g)
+
+
+class Twice(torch.autograd.Function):
+    """As it should be."""
+
+    @staticmethod
+    def forward(ctx, x):
+        z = x.tanh()
+        ctx.save_for_backward(z)
+        return z
+
+    @staticmethod
+    def backward(ctx, g):
+        (z,) = ctx.saved_tensors
+        return g * (1 - z**2)
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -0.5 * g
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        return Recomputed.apply(self.f, x, *self.f.parameters())
+
+
+class Equilibrium(nn.Module):
+    """A fixed point whose gradient is solved for in a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.normal_(self.linear.weight, std=0.2)
+
+    def step(self, z, x):
+        return torch.tanh(self.linear(z) + x)
+
+    def forward(self, x):
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(40):
+                z = self.step(z, x)
+        z = self.step(z, x)
+        start = z.detach().requires_grad_()
+        again = self.step(start, x.detach())
+
+        def solve(g):
+            y = g
+            for _ in range(40):
+                y = torch.autograd.grad(again, start, y, retain_graph=True)[0] + g
+            return y
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return z
+
+
+class SparseValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(6))
+        self.places = torch.tensor([[0, 1, 2, 3, 0, 2], [0, 1, 2, 3, 1, 3]])
+
+    def forward(self, x):
+        matrix = torch.sparse_coo_tensor(self.places, self.values, (4, 4), check_invariants=True)
+        return torch.tanh(torch.sparse.mm(matrix, x.T).T)
+
+
+LOST = {
+    "no_grad": (lambda: Calling(WithoutGraph.apply), r"WithoutGraph \(test_verification.py, line \d+\)"),
+    "saved intermediate": (lambda: Calling(SavesAnIntermediate.apply), "SavesAnIntermediate .*saved"),
+    "numpy": (lambda: Calling(ThroughNumpy.apply), "ThroughNumpy"),
+    "home-made checkpoint": (Block, "Recomputed"),
+    "equilibrium": (Equilibrium, r"register_hook\(\) in test_verification.py, line \d+"),
+    "sparse values": (SparseValues, "SparseCoo.*values of a sparse tensor"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "kink"), [(torch.float64, nn.Tanh), (torch.float32, nn.ReLU)])
+@pytest.mark.parametrize("case", LOST)
+def test_a_lost_path_is_refused_by_name(case, dtype, kink):
+    torch.set_default_dtype(dtype)
+    layer, cause = LOST[case]
+    problem, b = problem_of(around(layer(), kink)), batch()
+    for _ in range(2):  # a refusal is not forgotten
+        with pytest.raises(br.errors.SecondDerivativeError, match=cause):
+            br.hypergradient(problem, b, b, br.Implicit(br.Neumann(1, scale=0.1)))
+
+
+@pytest.mark.parametrize("case", ["no_grad", "equilibrium", "sparse values"])
+def test_other_methods_refuse_it_too(case):
+    layer, cause = LOST[case]
+    problem, b = problem_of(around(layer())), batch()
+    curvature = gauss_newton(problem)
+    for method in (br.Implicit(br.Neumann(1, scale=0.1), curvature), br.Unrolled(3, 0.1), br.Forward(2, 0.1)):
+        with pytest.raises(br.errors.SecondDerivativeError, match=cause):
+            br.hypergradient(problem, b, b, method)
+
+
+def test_a_lost_path_to_hyperparameters_is_refused():
+    hyper = nn.ParameterDict({"scale": nn.Parameter(torch.ones(4))})
+    problem = br.Problem(
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        hyper,
+        lambda m, h, b: F.mse_loss(m[2](WithoutGraph.apply(m[0](b[0]) * h["scale"])), b[1]),
+        fit,
+    )
+    b = batch()
+    with pytest.raises(br.errors.SecondDerivativeError, match="WithoutGraph"):
+        br.hypergradient(problem, b, b, br.Implicit(br.Identity()))
+
+
+def test_a_path_that_the_method_does_not_use_is_not_refused():
+    problem, b = problem_of(around(Calling(SavesAnIntermediate.apply))), batch()
+    for method in (br.Implicit(br.Identity()), br.Implicit(curvature=gauss_newton(problem))):
+        assert br.hypergradient(problem, b, b, method).verification == "verified"
+
+
+def straight_through(x):
+    return x + ((4 * x).round() / 4 - x).detach()
+
+
+def weighted_by_detached(model, hyper, b):
+    losses = (model(b[0]) - b[1]).square().mean(1)
+    return (losses.detach().sigmoid() * losses).mean()
+
+
+FIELDS = {
+    "reversal": (lambda: around(Calling(Reversal.apply)), fit, r"Reversal \(test_verification.py"),
+    "reversal by detach": (
+        lambda: around(Calling(lambda x: 1.5 * x.detach() - 0.5 * x)),
+        fit,
+        r"detach\(\) in",
+    ),
+    "straight through": (lambda: around(Calling(straight_through)), fit, r"detach\(\) in test_verification"),
+    "through data": (lambda: around(Calling(lambda x: x * x.data)), fit, r"\.data in test_verification"),
+    "detached weights": (lambda: around(nn.Tanh()), weighted_by_detached, r"detach\(\) in test_verification"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", FIELDS)
+def test_a_training_gradient_of_no_loss_is_warned_of(case, dtype):
+    torch.set_default_dtype(dtype)
+    model, loss, cause = FIELDS[case]
+    b = batch()
+    problem = problem_of(model(), loss)
+    method = br.Implicit(br.Neumann(1, scale=0.1))
+    with pytest.warns(br.BestResponseWarning, match=f"not the gradient of train_loss.*{cause}.*GMRES"):
+        h = br.hypergradient(problem, b, b, method)
+    assert "not verified: the training gradient" in h.verification
+    br.hypergradient(problem, b, b, method)  # warned of once
+    silent = problem_of(problem.model, loss, verify=False)
+    assert br.hypergradient(silent, b, b, method).verification is None
+
+
+class Potential(torch.autograd.Function):
+    """A "loss" whose gradient is S w, which is that of no loss where S is not symmetric."""
+
+    @staticmethod
+    def forward(ctx, w, S):
+        ctx.save_for_backward(w, S)
+        return 0.5 * w @ S @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        w, S = ctx.saved_tensors
+        return g * (S @ w), None
+
+
+def test_gmres_is_right_where_the_curvature_is_not_symmetric():
+    S, b = torch.eye(3) + torch.tensor([[0.0, 1.0, 0], [-1.0, 0, 0.5], [0, 0, 0]]), torch.randn(3)
+    problem = br.Problem(
+        nn.ParameterDict({"w": nn.Parameter(torch.randn(3))}),
+        nn.ParameterDict({"c": nn.Parameter(torch.zeros(3))}),
+        lambda m, h, _: Potential.apply(m["w"], S) - h["c"] @ m["w"],
+        lambda m, h, _: b @ m["w"],
+    )
+    with pytest.warns(br.BestResponseWarning, match="Potential.*GMRES remains right"):
+        h = br.hypergradient(problem, 0, 0, br.Implicit(br.solvers.GMRES(5)))
+    torch.testing.assert_close(h.total["c"], torch.linalg.solve(S.T, b))
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.table((x.abs() * 5).long().clamp(0, 5))).mean(1))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.out = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.GELU()), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(checkpoint(self.inside, x, use_reentrant=False))
+
+
+class Autocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inside(x).to(x.dtype)
+
+
+def zeroed():
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+    for w in model.parameters():
+        nn.init.zeros_(w)
+    return model
+
+
+def pixels():
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(3, 2),
+    )  # fmt: skip
+
+
+RIGHT = {
+    "tanh": (lambda: around(nn.Tanh()), 3),
+    "ReLU": (lambda: around(nn.ReLU(), nn.ReLU), 3),
+    "zero weights": (zeroed, 3),
+    "dropout": (lambda: around(nn.Dropout(0.4), nn.ReLU), 3),
+    "batch norm": (lambda: around(nn.BatchNorm1d(4), nn.ReLU), 3),
+    "layer norm": (lambda: around(nn.LayerNorm(4), nn.SiLU), 3),
+    "convolution, pooling": (pixels, 16),
+    "embedding": (Words, 3),
+    "checkpoint": (Checkpointed, 3),
+    "autocast": (Autocast, 3),
+    "own function": (lambda: around(Calling(Twice.apply), nn.ReLU), 3),
+    "shifted by a detached maximum": (
+        lambda: around(Calling(lambda x: (x - x.amax(1, True).detach()).softmax(1))),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_derivatives_are_verified_without_a_word(case, dtype):
+    torch.set_default_dtype(dtype)
+    make, inputs = RIGHT[case]
+    problem, b = problem_of(make()), batch(24, inputs)
+    methods = [br.Implicit(br.Neumann(1, scale=0.01)), br.Implicit(br.Identity(), gauss_newton(problem))]
+    methods += [br.Penalty(1, 0.01), br.Direct()]
+    if case != "checkpoint":
+        methods.append(br.Unrolled(2, 0.01))
+    for method in methods:
+        assert br.hypergradient(problem, b, b, method).verification == "verified"
+
+
+@pytest.mark.parametrize("kind", ["KFAC", "EmpiricalFisher", "forward mode"])
+def test_other_curvatures_are_verified(kind):
+    problem, b = problem_of(around(nn.Tanh())), batch()
+    curvature = {
+        "KFAC": br.KFAC(lambda m, h, b: m(b[0]), lambda o, b: F.mse_loss(o, b[1]), problem.hyper),
+        "EmpiricalFisher": br.EmpiricalFisher(
+            lambda m, h, b: (m(b[0]) - b[1]).square().mean(1), problem.hyper
+        ),
+        "forward mode": br.Hessian(mode="forward"),
+    }[kind]
+    if kind == "forward mode":
+        problem = problem_of(around(nn.Tanh()), lambda m, h, b: (m(b[0]) - b[1]).square().mean())
+    h = br.hypergradient(problem, b, b, br.Implicit(br.Neumann(1, scale=0.01), curvature))
+    assert h.verification == "verified"
+
+
+def test_a_curvature_that_is_not_symmetric_is_warned_of():
+    class Skewed(br.GaussNewton):
+        def linearise(self, passes, batch):
+            system = super().linearise(passes, batch)
+            outer = system.outer
+            system.outer = lambda v: {
+                n: x + torch.arange(x.numel()).view(x.shape) * v[n].flip(0) for n, x in outer(v).items()
+            }
+            return system
+
+    problem, b = problem_of(around(nn.Tanh())), batch()
+    inner = gauss_newton(problem)
+    method = br.Implicit(br.Neumann(0, scale=0.01), Skewed(inner.predict, inner.loss, inner.rest))
+    with pytest.warns(br.BestResponseWarning, match="not symmetric"):
+        br.hypergradient(problem, b, b, method)
+
+
+def test_differences_are_not_verified_by_differences():
+    problem, b = problem_of(around(nn.Tanh())), batch()
+    h = br.hypergradient(problem, b, b, br.Implicit(br.Identity(), br.FiniteDifference()))
+    assert h.verification == "not verified: differences stand for second derivatives"
+
+
+@pytest.mark.filterwarnings("ignore:spectral_norm at")
+def test_what_differences_cannot_show_is_said():
+    b = batch()
+    model = around(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+    h = br.hypergradient(problem_of(model), b, b, br.Implicit(br.Neumann(1, scale=0.1)))
+    assert h.verification.startswith("not verified: spectral_norm")
+    words = Words()
+    words.table.max_norm = 1.0
+    h = br.hypergradient(problem_of(words), b, b, br.Implicit(br.Identity()))
+    assert h.verification.startswith("not verified: embeddings with max_norm")
+
+
+def test_kinks_in_float32_are_not_verified_where_there_is_no_copy():
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    problem = problem_of(model, lambda m, h, b: fit(model, h, b))  # a copy would use the original
+    b = batch(200)
+    h = br.hypergradient(problem, b, b, br.Implicit(br.Neumann(1, scale=0.01)))
+    assert h.verification == "not verified: kinks in float32"
+    assert "kinks in float32" in repr(h)
+    lossy = around(Calling(WithoutGraph.apply), nn.ReLU)
+    problem = problem_of(lossy, lambda m, h, b: fit(lossy, h, b))
+    with pytest.raises(br.errors.SecondDerivativeError, match="WithoutGraph"):  # the function by itself
+        br.hypergradient(problem, b, b, br.Implicit(br.Neumann(1, scale=0.01)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_it_costs_few_passes_and_only_once(dtype):
+    torch.set_default_dtype(dtype)
+    calls = []
+
+    def counted(m, h, b):
+        calls.append(len(b[0]))
+        return fit(m, h, b)
+
+    problem = problem_of(around(nn.Tanh()), counted)
+    b = batch(160)
+    counts = []
+    for method in (br.Implicit(), br.Implicit(), br.Implicit(br.Exact())):
+        calls.clear()
+        br.hypergradient(problem, b, b, method)
+        counts.append(list(calls))
+    passes = 2 if dtype == torch.float64 else 3
+    assert counts == [[160, 160, *[20] * passes], [160, 160], [160, 160]]
+
+
+def test_it_changes_nothing_and_leaves_no_trace():
+    model = around(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.3)), nn.ReLU)
+    b = batch()
+    method = br.Implicit(br.Neumann(3, scale=0.1))
+    check_method(method, problem_of(model), b, b)
+    with_it, without = (
+        br.hypergradient(problem_of(model, verify=v), b, b, method, seed=1).total for v in (True, False)
+    )
+    assert all(torch.equal(x, without[n]) for n, x in with_it.items())
+
+
+def test_verify_must_be_true_or_false():
+    with pytest.raises(br.Error, match=r"Problem\.verify must be True or False"):
+        problem_of(nn.Linear(3, 2), verify="no")
+
+
+def test_the_outcome_is_printed(capsys):
+    problem, b = problem_of(nn.Linear(3, 2)), batch()
+    br.hypergradient(problem, b, b, br.Implicit(br.Exact())).summary()
+    assert "Derivatives: verified" in capsys.readouterr().out
