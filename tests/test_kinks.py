@@ -263,6 +263,7 @@ def test_sama_leaves_them_out():
     with torch.no_grad():
         model.w.copy_(solved(0.3) + 0.01 * (solved(0.3) != 0))
     data = nn.ParameterDict({"y": nn.Parameter(TRAIN[1].clone())})
+    problem.hyper.requires_grad_(False)  # a constant of the second problem
     labelled = br.Problem(model, data, lambda m, h, b: fit(m, h, (b[0], h["y"])) + problem.hyper(m), fit)
     v = br.hypergradient(labelled, TRAIN, VAL, br.SAMA(curvature=br.Hessian()), weight_optimizer=optimizer)
     free = model.w.detach() != 0

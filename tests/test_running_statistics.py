@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
 from bestresponse import _graph
-from bestresponse.implicit import validation_gradient
+from bestresponse.method import validation_gradient
 from bestresponse.running_statistics import Reading
 
 

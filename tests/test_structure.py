@@ -51,6 +51,7 @@ LAYERS = [
     ["_lone_functions", "_suspects", "_causes"],
     ["verification", "claims"],
     [
+        "method",
         "implicit",
         "direct",
         "tuned_settings",

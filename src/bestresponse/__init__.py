@@ -9,9 +9,10 @@ from .empirical_fisher import EmpiricalFisher
 from .errors import BestResponseWarning, Error
 from .finite_difference import FiniteDifference
 from .gauss_newton import GaussNewton
-from .implicit import Implicit, Method, backward, hypergradient
+from .implicit import Implicit
 from .kfac import KFAC
 from .linearisation import Curvature, Linearisation
+from .method import Method, backward, hypergradient
 from .penalty import Penalty
 from .problem import Problem
 from .result import Hypergradient

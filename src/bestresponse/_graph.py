@@ -21,7 +21,7 @@ from .errors import SecondDerivativeError
 _ONCE = once_differentiable(lambda ctx: None).__code__
 
 COMPILED = "a module or function under torch.compile"
-_KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu", "Prelu")
+KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu", "Prelu")
 
 _WAYS_OUT = (
     (
@@ -90,7 +90,7 @@ def uses(tensors: Iterable[Tensor]) -> Counter[int]:
 
 def has_kinks(loss: Tensor) -> bool:
     """Whether a loss has an operation whose derivative jumps."""
-    return any(node.name().startswith(_KINKED) for node in nodes([loss]))
+    return any(node.name().startswith(KINKED) for node in nodes([loss]))
 
 
 def refuse_reentrant(loss: Tensor) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from . import _random
 from .errors import ArgumentError, BestResponseWarning
-from .implicit import Implicit, Method
+from .implicit import Implicit
 from .linearisation import Curvature
+from .method import Method
 from .problem import MethodState, settings_of
 from .sama import SAMA
 

@@ -6,7 +6,7 @@ from typing import Any
 from . import _graph
 from ._reach import refuse_unreached
 from .claims import Value
-from .implicit import Method, combine, validation_gradient
+from .method import Method, combine, validation_gradient
 from .passes import Passes
 from .result import Hypergradient
 from .running_statistics import Reading

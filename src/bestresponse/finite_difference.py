@@ -19,7 +19,6 @@ from .problem import Problem
 from .resolution import APART, Circumstances, refuse_half_precision, relative_distance, sizes
 from .solvers.base import require, require_number
 
-_KINKED = ("Relu", "Threshold", "Hardtanh", "Abs", "Clamp", "MaxPool", "MaxBackward", "LeakyRelu")
 # What the first step is multiplied by, in turn, until two are close; and a step beyond which none is tried.
 _FACTORS = (1.0, 1 / 4, 4.0, 1 / 16, 16.0)
 _LARGEST = 0.5
@@ -235,7 +234,7 @@ class Difference(Linearisation):
 
 
 def _kinks(loss: Tensor) -> list[str]:
-    return sorted({n.name() for n in _graph.nodes([loss]) if n.name().startswith(_KINKED)})
+    return sorted({n.name() for n in _graph.nodes([loss]) if n.name().startswith(_graph.KINKED)})
 
 
 def _warn_of_kinks(problem: Problem, kinks: Sequence[str], weights: Mapping[str, Tensor]) -> bool:

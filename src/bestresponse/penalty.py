@@ -15,8 +15,8 @@ from ._substitution import refuse_max_norm
 from ._tree import Tree
 from .claims import Value
 from .errors import ArgumentTypeError, DivergedError, NotFiniteError
-from .implicit import Method, combine
 from .linearisation import warn_of_unreached
+from .method import Method, combine
 from .other_weights import gradients, val_gradients, verify_difference, weights_at
 from .passes import Passes
 from .problem import MethodState, Problem, settings_of

@@ -12,8 +12,8 @@ from .claims import SecondDerivatives
 from .curvature import linearise
 from .errors import ArgumentTypeError, EvaluationError
 from .finite_difference import FiniteDifference
-from .implicit import Method, combine, validation_gradient
 from .linearisation import Curvature, require_curvature
+from .method import Method, combine, validation_gradient
 from .passes import Passes
 from .result import Hypergradient
 from .rules import Rule, like

@@ -29,7 +29,8 @@ from .batches import weighted
 from .callbacks import Checkpoint
 from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
 from .hyperparameters.orthant import orthant_wise
-from .implicit import Implicit, Method, attempt, check_method, differentiate
+from .implicit import Implicit
+from .method import Method, attempt, check_method, differentiate
 from .problem import Problem
 from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
 from .solvers.base import require_integer

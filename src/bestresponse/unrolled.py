@@ -13,7 +13,7 @@ from ._reach import refuse_unreached
 from ._tree import Tree
 from .claims import Value
 from .errors import ArgumentError, ArgumentTypeError, DivergedError, NotFiniteError
-from .implicit import Method, combine, validation_gradient
+from .method import Method, combine, validation_gradient
 from .passes import Buffers, Passes
 from .problem import settings_of
 from .result import Hypergradient

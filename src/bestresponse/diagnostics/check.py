@@ -11,7 +11,7 @@ from .. import _tree
 from .._tree import Tree
 from .._twin import tensors_of
 from ..errors import ArgumentTypeError
-from ..implicit import Method, check_method
+from ..method import Method, check_method
 from ..problem import Problem
 from ..solvers.base import require_integer
 from . import derivatives, losses, methods, spectrum

@@ -14,7 +14,8 @@ from .._tree import Tree
 from ..direct import Direct
 from ..errors import Error
 from ..finite_difference import FiniteDifference
-from ..implicit import Implicit, Method, hypergradient
+from ..implicit import Implicit
+from ..method import Method, hypergradient
 from ..penalty import Penalty
 from ..rules import SGD
 from ..sama import SAMA

@@ -19,7 +19,8 @@ from ..empirical_fisher import EmpiricalFisher
 from ..hypernetworks import LinearHypernetwork, SelfTuning
 from ..hypernetworks.base import Hypernetwork
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit, Method, hypergradient
+from ..implicit import Implicit
+from ..method import Method, hypergradient
 from ..penalty import Penalty
 from ..problem import Problem
 from ..sama import SAMA

@@ -15,7 +15,8 @@ from .. import callbacks
 from ..direct import Direct
 from ..gauss_newton import GaussNewton
 from ..hyperparameters import Augmenter, ExampleWeights
-from ..implicit import Implicit, Method
+from ..implicit import Implicit
+from ..method import Method
 from ..problem import Problem
 from ..solvers import ConjugateGradient, Identity, Neumann
 from ..tuner import Tuner

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..implicit import Implicit, hypergradient
+from ..implicit import Implicit
+from ..method import hypergradient
 from ..problem import Problem
 from ..solvers import Exact
 from . import plots, runs

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .. import callbacks
 from ..errors import ArgumentError
 from ..hyperparameters import DistilledData
-from ..implicit import Implicit, Method
+from ..implicit import Implicit
+from ..method import Method
 from ..problem import Problem
 from ..solvers import ConjugateGradient
 from ..tuner import Tuner

@@ -14,8 +14,9 @@ from ..direct import Direct
 from ..gauss_newton import GaussNewton
 from ..hypernetworks import SelfTuning
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit, Method
+from ..implicit import Implicit
 from ..losses import CrossEntropy
+from ..method import Method
 from ..problem import Problem
 from ..solvers import Identity, Neumann
 from ..tuner import Tuner

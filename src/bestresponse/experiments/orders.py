@@ -12,7 +12,8 @@ from .. import measuring
 from ..direct import Direct
 from ..hypernetworks import LinearHypernetwork, SelfTuning
 from ..hypernetworks.base import Hypernetwork
-from ..implicit import Implicit, Method, hypergradient
+from ..implicit import Implicit
+from ..method import Method, hypergradient
 from ..problem import Problem
 from ..solvers import ConjugateGradient, Neumann
 from ..unrolled import Forward, Unrolled

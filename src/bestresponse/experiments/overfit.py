@@ -16,7 +16,8 @@ from .. import callbacks
 from ..errors import ArgumentError
 from ..gauss_newton import GaussNewton
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit, Method
+from ..implicit import Implicit
+from ..method import Method
 from ..problem import Problem
 from ..solvers import ConjugateGradient, Identity, Neumann
 from ..tuner import Tuner

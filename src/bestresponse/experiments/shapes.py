@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import _tree
 from ..curvature import Hessian
 from ..errors import ArgumentError
-from ..implicit import Implicit, hypergradient
+from ..implicit import Implicit
+from ..method import hypergradient
 from ..problem import Problem
 from ..solvers import Exact
 from ..solvers.direct import dense

@@ -28,7 +28,8 @@ class WeightDecay(nn.Module):
 
     Args:
         model: whose trainable parameters are decayed.
-        per: what shares a rate: "global" all weights, "tensor" a parameter tensor's, "weight" none.
+        per: what shares a rate: "global" all weights, "tensor" a parameter tensor's, "weight" none. None is "weight",
+            and "global" with p = 1, since the lasso has one rate.
         power: p ≥ 1; 2 is the usual decay, 1 the lasso. Between them |w| is smoothed at zero, over 1e-6.
         initial: the decay exp(λ) to begin with.
         minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
@@ -43,7 +44,7 @@ class WeightDecay(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        per: Literal["global", "tensor", "weight"] = "weight",
+        per: Literal["global", "tensor", "weight"] | None = None,
         power: float = 2,
         initial: float = math.exp(-8),
         minimum: float = math.exp(-14),
@@ -53,8 +54,12 @@ class WeightDecay(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"WeightDecay.model must be a module; got {type(model).__name__}.")
+        if per is None:
+            per = "global" if power == 1 else "weight"
         if per not in ("global", "tensor", "weight"):
-            raise ArgumentError(f'WeightDecay.per must be "global", "tensor" or "weight"; got {per!r}.')
+            raise ArgumentError(
+                f'WeightDecay.per must be "global", "tensor" or "weight", or None; got {per!r}.'
+            )
         if not power >= 1:
             raise ArgumentError(f"WeightDecay.power must be ≥ 1; got {power!r}.")
         if not 0 < minimum <= initial <= maximum < math.inf:
@@ -62,7 +67,8 @@ class WeightDecay(nn.Module):
                 "WeightDecay needs 0 < minimum ≤ initial ≤ maximum; got "
                 f"minimum={minimum!r}, initial={initial!r}, maximum={maximum!r}."
             )
-        self.per, self.power = per, power
+        self.per: Literal["global", "tensor", "weight"] = per
+        self.power = power
         self.minimum, self.maximum = minimum, maximum
         weights = _included(model, [exclude] if isinstance(exclude, str) else exclude)
         self.names = list(weights)

@@ -3,7 +3,7 @@
 They have never heard of problems or losses: ``Neumann(terms=20).solve(A, b)`` takes any callable.
 """
 
-from .base import Report, Solution, Solver, Status
+from .base import Solver
 from .direct import Exact, Identity
 from .gmres import GMRES
 from .krylov import ConjugateGradient
@@ -11,6 +11,7 @@ from .minimal_residual import MINRES
 from .neumann import Neumann
 from .nystrom import Nystrom
 from .stochastic import SOBA
+from .system import Report, Solution, Status
 
 __all__ = [
     "GMRES",

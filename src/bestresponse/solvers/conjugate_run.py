@@ -6,8 +6,8 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import Status, System
 from .preconditioning import Pair
+from .system import Status, System
 
 
 class Run:

@@ -10,7 +10,8 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, BestResponseWarning
-from .base import Product, Report, Solution, Solver, Status, System, require, require_integer, require_number
+from .base import Solver, require, require_integer, require_number
+from .system import Product, Report, Solution, Status, System
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import System, add_damping
 from .minimal_residual import Cycle, MinimalResidual
 from .preconditioning import Preconditioner
+from .system import System, add_damping
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,21 +8,7 @@ from typing import Any, Literal
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError
-from .base import (
-    Counted,
-    Report,
-    Solution,
-    Solver,
-    Status,
-    System,
-    Tolerance,
-    at_present,
-    no_unique_answer,
-    require,
-    require_integer,
-    require_number,
-    require_tolerance,
-)
+from .base import Solver, Tolerance, at_present, require, require_integer, require_number, require_tolerance
 from .conjugate_run import Run
 from .preconditioning import (
     Pair,
@@ -34,6 +20,7 @@ from .preconditioning import (
     pair,
     quasi_newton,
 )
+from .system import Counted, Report, Solution, Status, System, no_unique_answer
 
 _CHECK_EVERY = 10
 # The residual of a good iterate exceeds that of zero on an ill-conditioned system, but hardly by this much.

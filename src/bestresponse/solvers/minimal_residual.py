@@ -10,22 +10,9 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import (
-    Report,
-    Solution,
-    Solver,
-    Status,
-    System,
-    Tolerance,
-    add_damping,
-    at_present,
-    no_unique_answer,
-    require,
-    require_integer,
-    require_number,
-    require_tolerance,
-)
+from .base import Solver, Tolerance, at_present, require, require_integer, require_number, require_tolerance
 from .preconditioning import Preconditioner, check_preconditioner, given_inverse
+from .system import Report, Solution, Status, System, add_damping, no_unique_answer
 
 # What a solve may leave of the right-hand side and still count as one, as for the dense inverse.
 _LEFT = 1e-2

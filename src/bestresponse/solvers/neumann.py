@@ -6,7 +6,8 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
+from .base import Solver, require, require_integer, require_number
+from .system import Report, Solution, Status, System
 
 # Terms of a convergent series never grow in norm. Those of one that turns slowly (a small negative
 # eigenvalue, say) may grow a little within a few terms and still be what the user asked for.

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import _tree
-from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
+from .base import Solver, require, require_integer, require_number
+from .system import Report, Solution, Status, System
 
 _CONVERGED = 1e-6
 

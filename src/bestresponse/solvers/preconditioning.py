@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, ArgumentTypeError
-from .base import Product, System
+from .system import Product, System
 
 _FIRST_ESTIMATE = 8
 _REFRESH = 1

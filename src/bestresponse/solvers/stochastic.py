@@ -6,8 +6,9 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from .base import Report, Solution, Solver, Status, System, require, require_integer, require_number
+from .base import Solver, require, require_integer, require_number
 from .neumann import largest_curvature
+from .system import Report, Solution, Status, System
 
 # A residual that grows by more within a call has left every step size that converges.
 _GROWTH = 2.0
