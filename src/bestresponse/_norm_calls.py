@@ -35,7 +35,7 @@ class NormCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names, named = _ARGUMENTS.get(func), kwargs or {}
-        if names is None:
+        if names is None or not self._passes.innermost:
             return func(*args, **named)
         call = {**dict(zip(names, args, strict=False)), **named}
         return func(**call) if call.get("running_mean") is None else self.norm(func, call)

@@ -1,6 +1,7 @@
 """Which operation of the training loss has a derivative that is NaN or infinite."""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from . import _graph
 from ._tree import Tree
 from .errors import EvaluationError
 from .passes import Passes
+
+_OURS = str(Path(__file__).parent)
 
 
 def singular_operation(passes: Passes, batch: Any, v: Tree) -> str:
@@ -76,6 +79,10 @@ def _called(node: Any) -> str:
     """The operation of the loss that a node belongs to, and the line that called it."""
     while (parent := node.metadata.get("parent_")) is not None:
         node = parent
-    lines = [line for line in node.metadata.get("traceback_", ()) if "/torch/" not in line.split(",")[0]]
+    lines = [
+        line
+        for line in node.metadata.get("traceback_", ())
+        if not any(place in line.split(",")[0] for place in ("/torch/", _OURS))
+    ]
     where = " ".join(lines[-1].split())[:200] if lines else ""
     return f"{node.name()} ({where})" if where else str(node.name())

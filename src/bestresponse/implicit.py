@@ -36,7 +36,8 @@ class Implicit(Method):
         curvature: which A.
         warm_start: whether a call starts from the last solution of the same method object; None means
             True exactly when no solver was given. The first solve of a warm-started conjugate
-            gradient goes on after its own steps, up to 20, while the relative residual is above 0.1.
+            gradient goes on after its own steps, up to 20, while the relative residual is above 0.1, below 1,
+            and falls.
         estimate_error: whether to estimate the error that the solve leaves in the hypergradient
             (`Report.hypergradient_error`), at the price of one more mixed product.
 
@@ -103,8 +104,7 @@ class Implicit(Method):
     def _status(self, report: Report) -> Status:
         """*Converged* is said of the system that was asked for, not of one that the solver had to damp to solve it."""
         assert self.solver is not None
-        indefinite = report.curvature is not None and report.curvature[0] < 0.0
-        if report.status is Status.CONVERGED and self.solver.chooses_damping and indefinite:
+        if report.status is Status.CONVERGED and self.solver.chooses_damping and report.indefinite:
             return Status.NEGATIVE_CURVATURE
         return report.status
 
@@ -160,7 +160,7 @@ def damping_stretch(solution: Solution, b: Tree) -> float | None:
     product, from A x = b − r − δ x.
     """
     report, x = solution.report, solution.x
-    if not report.damping or (report.curvature is not None and report.curvature[0] < 0.0):
+    if not report.damping or report.indefinite:
         return None
     square = _tree.dot(x, x)
     along = _tree.dot(x, b) - report.damping * square

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .problem import Problem
 
 Buffers = dict[nn.Module, dict[str, Tensor | None]]
+
+_innermost: ContextVar["Passes | None"] = ContextVar("_innermost", default=None)
 
 
 class Passes:
@@ -81,6 +84,8 @@ class Passes:
             self._state = ModuleState(self._training, self._live, problem.watch.silent, problem.watch.first)
             self._before = self._replayed = _random.snapshot()
             self._stack.callback(self._restore)
+            outer = _innermost.set(self)
+            self._stack.callback(lambda: _innermost.reset(outer))
             self._stack.enter_context(torch.enable_grad())
             for p in self._live.values():
                 p.grad = None
@@ -102,6 +107,11 @@ class Passes:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+    @property
+    def innermost(self) -> bool:
+        """Whether no other passes run inside of these, as those of a hypergradient that a loss computes."""
+        return _innermost.get() is self
 
     def train_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
         """L_T at the live weights, or at ``weights`` in their place, as a checked scalar."""

@@ -27,7 +27,10 @@ _CHECK_EVERY = 10
 _RUNAWAY = 100.0
 _FIRST_DAMPING = 1e-4
 _RAISE = 10.0
-_UNSEEN_DAMPING = 1.5e-2
+# The share of the largest curvature that the damping falls to, in a run of warm-started solves on systems of which
+# the last solution says nothing. Batches of fewer examples than weights have a null space, which a solve with less
+# damping follows to its end.
+_UNSEEN_DAMPING, _UNSEEN_MEMORY = 1.5e-2, 0.7
 _UNDERDAMPED = (Status.NEGATIVE_CURVATURE, Status.DIVERGED)
 _RAISES = 5
 # The first of a run of warm-started solves goes on up to so many steps, while the residual is above this.
@@ -41,17 +44,22 @@ class ConjugateGradient(Solver):
     It stops when ‖b − (A + δI) x‖ ≤ tolerance · ‖b‖, at ``max_steps``, or at the first direction p
     with pᵀ(A + δI)p ≤ 0, where the method has no meaning: then it returns the best iterate by residual
     with the status *negative curvature*. At the step limit the last iterate is returned, unless its
-    residual is above a hundred times that of zero, which is *diverged*, with the best iterate. Every ten
-    steps the residual is computed anew, which costs a product and counts as one.
+    residual is above a hundred times that of zero, which is *diverged*, with the best iterate.
+
+    Every ten steps, and wherever the recurrence has met the tolerance or may be rounding, the residual is computed
+    from x, which costs a product. Where rounding has moved the recurrence away from it the directions begin anew, as
+    long as the computed residual halves from one check to the next; then the iterate with the smallest one is
+    returned: more steps would only add rounding.
 
     Args:
         max_steps: the largest number of steps, one product each; ≥ 1.
         tolerance: the relative residual to stop at; ≥ 0. Or a function of the number of solves before this one,
             as in ``lambda k: 0.1 * 0.9**k``: the first hypergradients of a run need not be exact.
-        damping: δ ≥ 0. None chooses it: 1e-4 of the curvature along the first right-hand side, raised
-            tenfold (and above the negative curvature that was met) each time a solve meets negative
-            curvature or diverges, after which the solve begins again; halved after each solve that does
-            neither, but not below that first value. The report tells it.
+        damping: δ ≥ 0. None chooses it, and the report has the value: 1e-4 of the curvature along the first
+            right-hand side, raised tenfold (and above the negative curvature that was met) each time a solve meets
+            negative curvature or diverges, after which the solve begins again; halved after each solve that does
+            neither, but not below (1e-4 + 0.015 ρ²) of the largest curvature. ρ ≤ 1 is a running mean of a warm
+            start's first residual: how little the last solution says of the next system.
         recycle: the number r of pairs (p, A p) of earlier solves to keep, 2 r vectors, as a
             limited-memory quasi-Newton preconditioner; 0 keeps none. It pays where successive systems
             change little, as with full batches.
@@ -246,7 +254,8 @@ class ConjugateGradient(Solver):
                 floor = _FIRST_DAMPING
                 if system.offset or system.dropped is not None:
                     first = 1.0 / system.target if system.dropped is None else 1.0
-                    memory["unseen"] = 0.7 * memory.get("unseen", 1.0) + 0.3 * min(first, 1.0)
+                    kept = _UNSEEN_MEMORY * memory.get("unseen", 1.0)
+                    memory["unseen"] = kept + (1.0 - _UNSEEN_MEMORY) * min(first, 1.0)
                     floor += _UNSEEN_DAMPING * memory["unseen"] ** 2
                 memory["damping"] = max(damping / 2.0, floor * run.highest)
         return Solution(x, report, memory, run.r if x is run.x and not status.failed else None)

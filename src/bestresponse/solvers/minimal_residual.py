@@ -16,7 +16,7 @@ from .system import Report, Solution, Status, System, add_damping, no_unique_ans
 
 # What a solve may leave of the right-hand side and still count as one, as for the dense inverse.
 _LEFT = 1e-2
-_CHECK_EVERY = 25
+_CHECK_EVERY = 10
 
 
 @dataclass(frozen=True)

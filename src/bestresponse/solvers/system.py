@@ -71,6 +71,14 @@ class Report:
     damping_effect: float | None = None
     detail: str = ""
 
+    @property
+    def indefinite(self) -> bool:
+        """Whether the solve met negative curvature, without damping, beyond rounding."""
+        if self.curvature is None:
+            return False
+        lowest, highest = self.curvature
+        return lowest < -1e-6 * max(abs(lowest), abs(highest))
+
     def lines(self) -> list[tuple[str, str]]:
         """What there is to tell beside the status, as pairs of name and value."""
         values: list[tuple[str, str | None]] = [
