@@ -12,8 +12,22 @@ import bestresponse as br
 import cases
 from bestresponse import _tree
 from bestresponse.cli import main
-from bestresponse.diagnostics import Check, check
+from bestresponse.diagnostics import Check, check, methods
 from bestresponse.testing import _no_trace
+
+
+@pytest.fixture(autouse=True)
+def few_methods(request, monkeypatch):
+    """Compare one method alone, where the comparison is not what a test is about."""
+    if "every_method" not in request.fixturenames:
+        whole = methods.candidates
+        first = lambda *arguments: dict(list(whole(*arguments).items())[:1])  # noqa: E731
+        monkeypatch.setattr(methods, "candidates", first)
+
+
+@pytest.fixture
+def every_method():
+    """Compare all methods."""
 
 
 def fit(model, hyper, batch):
@@ -55,7 +69,7 @@ class Network(nn.Module):
 # --- a good problem -------------------------------------------------------------------------------
 
 
-def test_a_good_problem_has_no_errors_and_the_right_numbers():
+def test_a_good_problem_has_no_errors_and_the_right_numbers(every_method):
     train, val = data(), data()
     problem = settled(problem_of(nn.Linear(3, 2)), train)
     found = check(problem, train, val, retrain_steps=400, methods={"exact": br.Implicit(br.Exact())})
@@ -78,7 +92,7 @@ def test_a_good_problem_has_no_errors_and_the_right_numbers():
     assert "within 20% of training again" in found.recommendation
 
 
-def test_it_changes_nothing():
+def test_it_changes_nothing(every_method):
     problem, train, val = cases.network(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.3)))
     optimizer = torch.optim.Adam(problem.weights.values(), 0.01)
     for p in problem.weights.values():
@@ -103,7 +117,7 @@ def test_it_says_the_same_twice():
     assert [r.slope for r in one.rows] == [r.slope for r in other.rows]
 
 
-def test_it_is_data_and_text():
+def test_it_is_data_and_text(every_method):
     problem, train, val = cases.network()
     found = check(problem, train, val, retrain_steps=5)
     plain = json.loads(json.dumps(found.data()))
@@ -197,7 +211,7 @@ def test_weights_that_are_edited_in_a_pass():
     assert torch.equal(model.first.weight, before)
 
 
-def test_a_once_differentiable_operation():
+def test_a_once_differentiable_operation(every_method):
     found = check(problem_of(Network(cases.Cube.apply)), data(), data(), retrain_steps=5)
     assert "Cube" in of(found, "second derivatives", "error")[0]
     assert "FiniteDifference()" in found.recommendation
@@ -224,7 +238,7 @@ def test_an_optimiser_with_a_decay_of_its_own():
     assert check(problem, data(), data(), weight_optimizer=good, retrain_steps=0).ok
 
 
-def test_a_captured_parameter():
+def test_a_captured_parameter(every_method):
     model = Network()
     weight = model.first.weight
     problem = problem_of(model, lambda m, h, b: fit(m, h, b) + h(m) + weight.square().sum())
@@ -282,7 +296,7 @@ def test_a_singular_hessian(width):
     assert not any("singular" in t for t in of(check(regular, (x, y), (x, y), retrain_steps=0), "curvature"))
 
 
-def test_an_indefinite_hessian():
+def test_an_indefinite_hessian(every_method):
     problem, train, val = cases.network()
     with problem.undisturbed() as passes:
         system = br.Hessian().linearise(passes, train)
@@ -291,6 +305,24 @@ def test_an_indefinite_hessian():
     found = check(problem, train, val, retrain_steps=0)
     assert any("indefinite" in text for text in of(found, "curvature", "warning"))
     assert "GaussNewton" in found.recommendation
+    rows = {row.method: row for row in found.rows}
+    assert {"Implicit(MINRES(20))", "Implicit(solvers.GMRES(20))"} <= rows.keys()
+    assert rows["Implicit(Neumann(20))"].failed
+    assert not rows["Implicit(MINRES(20))"].failed
+
+
+def test_no_method_is_recommended_that_the_table_shows_to_fail(every_method):
+    """At a saddle of three weights the default method solves a damped system, and has no answer to the question."""
+    model, hyper = nn.ParameterDict({"w": torch.zeros(3)}), nn.ParameterDict({"c": torch.zeros(3)})
+    curvature, b = torch.tensor([3.0, 1.0, -1.0]), torch.tensor([1.0, 1.0, 1.0])
+    train_loss = lambda m, h, _: 0.5 * (curvature * m["w"] * m["w"]).sum() - h["c"] @ m["w"]  # noqa: E731
+    problem = br.Problem(model, hyper, train_loss, lambda m, h, _: b @ m["w"])
+    found = check(problem, 0, 0, retrain_steps=0)
+    failed = {row.method for row in found.rows if row.failed}
+    assert {"Implicit()", "Implicit(ConjugateGradient(20, damping=None), warm_start=True)"} <= failed
+    first = found.recommendation.split(", since")[0]
+    assert first in {row.method for row in found.rows if not row.failed}
+    assert "fails here: its solve ends with negative curvature" in found.recommendation
 
 
 # --- losses that fail --------------------------------------------------------------------------------
@@ -530,6 +562,7 @@ class Deep(nn.Module):
         return self.last(h)
 
 
+@pytest.mark.slow
 def test_a_small_detached_part_behind_a_strong_regulariser():
     torch.set_default_dtype(torch.float32)
     train_loss = lambda m, h, b: fit(m, h, b) + h(m) + 0.05 * sum(p.square().sum() for p in m.parameters())  # noqa: E731
@@ -547,6 +580,7 @@ class Wrong(torch.autograd.Function):
         return 3 * grad
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_checked_whatever_the_number_of_weights():
     hyper = nn.ParameterDict({"rate": nn.Parameter(torch.tensor(-3.0))})
     train_loss = lambda m, h, b: fit(m, h, b) + 0.01 * Wrong.apply(h["rate"]) * m.last.weight.square().sum()  # noqa: E731
