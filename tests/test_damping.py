@@ -23,7 +23,7 @@ class Vector(nn.Module):
 def quadratic(matrix, b, coupling):
     """L_T = wᵀA w / 2 − λᵀC w and L_V = bᵀw at its stationary point: dL_V/dλ = C A⁻¹b."""
     hyper = Vector(torch.randn(len(coupling)))
-    model = Vector(torch.linalg.solve(matrix, coupling.T @ hyper.v.detach()))
+    model = Vector(torch.linalg.pinv(matrix) @ coupling.T @ hyper.v.detach())
 
     def train_loss(model, hyper, batch):
         return 0.5 * model.v @ matrix @ model.v - hyper.v @ (coupling @ model.v)
@@ -55,6 +55,38 @@ def test_the_effect_of_damping_is_estimated(condition, damping, hyperparameters)
         assert h.solve.hypergradient_error < 1e-6
     assert 0.5 < statistics.median(ratios) < 1.5
     assert sum(1 / 3 < ratio < 3 for ratio in ratios) >= 22
+
+
+def test_small_curvatures_that_the_right_hand_side_hardly_asks_for_have_their_effect():
+    """B lies along the large curvatures, and the undamped answer along the small ones."""
+    generator = torch.Generator().manual_seed(SEED)
+    values = torch.cat([torch.linspace(0.5, 1.0, 5), torch.full((35,), 1e-3)])
+    matrix = symmetric(values, generator)
+    problem = quadratic(matrix, matrix @ torch.randn(40, generator=generator), torch.eye(40))
+    h = br.hypergradient(problem, None, None, br.Implicit(br.ConjugateGradient(200, 1e-10, damping=1e-3)))
+    undamped = torch.linalg.solve(matrix, problem_right_hand_side(problem))
+    true = float((h.total["v"] - undamped).norm() / undamped.norm())
+    assert true > 0.2
+    assert h.solve.damping_effect == pytest.approx(true, rel=0.2)
+
+
+def problem_right_hand_side(problem):
+    (b,) = torch.autograd.grad(problem.val_loss(problem.model, problem.hyper, None), [problem.model.v])
+    return b
+
+
+def test_a_singular_curvature_is_no_negative_one_by_rounding():
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(10):
+        rows = torch.randn(3, 12, generator=generator)
+        b = rows.T @ torch.randn(3, generator=generator)
+        problem = quadratic(rows.T @ rows / 3 + 1e-30 * torch.eye(12), b, torch.eye(12))
+        method = br.Implicit()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                report = br.hypergradient(problem, None, None, method).solve
+                assert not report.status.failed
 
 
 def test_the_direct_part_is_no_effect_of_damping():

@@ -137,3 +137,113 @@ def test_preconditioners_of_minimal_residuals(minimal, kind):
     assert few.report.residual == pytest.approx(relative_residual(matrix, b, few.x["w"], 0.0), rel=1e-9)
     with pytest.raises(br.Error, match="preconditioner must be a function"):
         minimal(3, preconditioner=3)
+
+
+# --- systems that solvers have got wrong ------------------------------------------------------------------
+
+
+def with_values(values, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(SEED)
+    basis = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator))[0]
+    matrix = (basis * values) @ basis.T
+    return ((matrix + matrix.T) / 2).to(dtype), torch.randn(len(values), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("minimal", [br.MINRES, GMRES])
+@pytest.mark.parametrize("tolerance", [0.0, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_residual_of_zero_ends_a_solve(minimal, tolerance, dtype):
+    for matrix in (torch.eye(3), 2.0 * torch.eye(3), torch.diag(torch.tensor([1.0, 2.0, 3.0]))):
+        solution = solve(minimal(20, tolerance), matrix.to(dtype), torch.arange(1.0, 4.0).to(dtype))
+        assert solution.report.residual <= 4 * torch.finfo(dtype).eps
+        assert "singular" not in solution.report.detail
+
+
+@pytest.mark.parametrize("minimal", [br.MINRES, GMRES])
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.cat([torch.tensor([1e4]), torch.linspace(0.5, 1.5, 29)]),
+        torch.cat([torch.ones(15), torch.full((15,), 1e-3)]),
+        torch.tensor([1.0, 0.1, 0.01]).repeat(10),
+        torch.ones(30),
+    ],
+    ids=["outlier", "gap", "clusters", "identity"],
+)
+def test_an_ill_conditioned_system_is_not_called_singular(minimal, values):
+    matrix, b = with_values(values, torch.float32)
+    exact = torch.linalg.solve(matrix.double(), b.double())
+    for steps in (20, 100):
+        solution = solve(minimal(steps), matrix, b)
+        assert not solution.report.status.failed
+        assert "singular" not in solution.report.detail
+        assert float((solution.x["w"].double() - exact).norm() / exact.norm()) < 0.02
+
+
+@pytest.mark.parametrize("minimal", [br.MINRES, GMRES])
+@pytest.mark.parametrize("steps", [10, 30, 300])
+def test_a_singular_system_with_an_outlier_keeps_its_solution_short(minimal, steps):
+    values = torch.cat([torch.tensor([1e4]), torch.linspace(0.5, 1.5, 9), torch.zeros(10)])
+    matrix, b = with_values(values)
+    least = torch.linalg.pinv(matrix, hermitian=True) @ b
+    solution = solve(minimal(steps), matrix, b)
+    assert float(solution.x["w"].norm()) < 100.0 * float(least.norm())
+    smallest = float((b - matrix @ least).norm() / b.norm())
+    assert smallest - 1e-9 <= solution.report.residual < (1.05 if steps == 10 else 1.001) * smallest + 1e-4
+
+
+@pytest.mark.parametrize(
+    "solver", [br.ConjugateGradient(40), br.MINRES(40), GMRES(40), br.Neumann(40), SOBA(40)], ids=repr
+)
+@pytest.mark.parametrize("last", [3, 11, 12, 25])
+def test_a_product_that_is_not_finite_is_seen_wherever_it_comes(solver, last):
+    matrix, b = with_values(torch.logspace(0, -3, 30))
+    count = 0
+
+    def product(v):
+        nonlocal count
+        count += 1
+        return {"w": matrix @ v["w"] * (math.nan if count == last else 1.0)}
+
+    solution = solver.solve(product, {"w": b})
+    assert count < last or solution.report.status is Status.NOT_FINITE
+    assert solution.x["w"].isfinite().all()
+    assert solution.report.residual is None or math.isfinite(solution.report.residual)
+    assert relative_residual(matrix, b, solution.x["w"], 0.0) <= 1.001 or type(solver) is br.ConjugateGradient
+
+
+def test_a_failed_solve_is_no_worse_than_zero_though_its_start_was():
+    matrix, b = torch.diag(torch.tensor([1.0, -0.5])), {"w": torch.ones(2)}
+    product = lambda v: {"w": matrix @ v["w"]}  # noqa: E731
+    skew = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+    for solver, A in ((br.ConjugateGradient(5), product), (br.Exact(1e-3), lambda v: {"w": skew @ v["w"]})):
+        solution = solver.solve(A, b, start={"w": torch.tensor([5.0, 1.0])})
+        assert solution.report.status.failed
+        assert solution.report.residual <= 1.0
+
+
+@pytest.mark.parametrize("kind", [br.MINRES, GMRES, br.ConjugateGradient])
+def test_reports_name_the_damping_of_solves_that_end_at_once(kind):
+    product = lambda v: {"w": 0.5 * v["w"]}  # noqa: E731
+    for b, start in ((torch.zeros(3), None), (torch.ones(3), {"w": torch.ones(3)})):
+        solution = kind(5, damping=0.5).solve(product, {"w": b}, start=start)
+        assert solution.report.status is Status.CONVERGED
+        assert solution.report.damping == 0.5
+
+
+def test_no_curvature_is_reported_that_a_preconditioner_made():
+    matrix, b = torch.diag(torch.linspace(1.0, 2.0, 8)), torch.ones(8)
+    for factor in (0.1, 5.0):
+        solver = br.MINRES(20, damping=0.5, preconditioner=lambda r, f=factor: {"w": f * r["w"]})
+        report = solve(solver, matrix, b).report
+        assert report.status is Status.CONVERGED
+        assert report.curvature is None
+        assert report.detail == ""
+
+
+def test_ritz_values_stay_in_the_spectrum_in_float32():
+    for values in (torch.logspace(0, -4, 10), torch.cat([torch.tensor([1e4]), torch.linspace(0.5, 1.5, 20)])):
+        matrix, b = with_values(values, torch.float32)
+        low, high = solve(br.ConjugateGradient(200), matrix, b).report.curvature
+        top = float(values.max())
+        assert -1e-4 * top < low <= high < 1.01 * top

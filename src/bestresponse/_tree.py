@@ -40,7 +40,7 @@ def norm(a: Tree) -> float:
     if not a:
         return 0.0
     size = _plain_norm(a)
-    if 0.0 < size < math.inf or math.isnan(size):
+    if 1e-15 < size < math.inf or math.isnan(size):  # else squares may have been denormal
         return size
     largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in a.values())
     if largest == 0.0 or not math.isfinite(largest):

@@ -156,12 +156,14 @@ class Implicit(Method):
 def damping_stretch(solution: Solution, b: Tree) -> float | None:
     """How much longer the solution would be without its damping, less one; None without damping or an answer.
 
-    x₀ − x = δ A⁻¹ x, where A⁻¹ is taken as the inverse of the curvature along x, xᵀA x / xᵀx. That is known at no
-    product, from A x = b − r − δ x.
+    x₀ − x = δ A⁻¹ x. From zero, conjugate gradient knows that on its Krylov space. Else A⁻¹ is taken as the inverse of
+    the curvature along x, xᵀA x / xᵀx, which is known at no product, from A x = b − r − δ x, and is a lower bound.
     """
     report, x = solution.report, solution.x
     if not report.damping or report.indefinite:
         return None
+    if solution.stretch is not None:
+        return solution.stretch
     square = _tree.dot(x, x)
     along = _tree.dot(x, b) - report.damping * square
     along -= _tree.dot(x, solution.residual) if solution.residual is not None else 0.0

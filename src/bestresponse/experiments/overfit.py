@@ -158,7 +158,8 @@ def _checked(config: Overfit) -> torch.device:
         raise ArgumentError(
             f"overfit makes one run, so --seeds must be 1; got {config.seeds}. Use `reproduce overfit-all`."
         )
-    METHODS[config.method](config.terms, config.scale, WeightDecay(nn.Linear(1, 1)))  # raises for terms out of their range
+    # Raises for terms out of their range.
+    METHODS[config.method](config.terms, config.scale, WeightDecay(nn.Linear(1, 1)))
     return device
 
 

@@ -74,17 +74,16 @@ class Solver(ABC):
         """
         if callable(getattr(self, "tolerance", None)):
             return self._solve_in_turn(A, b, start, dict(memory or {}), diagonal, inverse)
-        size = _tree.norm(b)
+        size, memory = _tree.norm(b), dict(memory or {})
         if not math.isfinite(size):
             raise ArgumentError(
                 f"the right-hand side must be finite; got NaN or infinity in {_tree.not_finite(b)[:5]}. "
                 "Look at the loss that it is the gradient of."
             )
         if size == 0.0:
-            return Solution(_tree.zeros_like(b), Report(Status.CONVERGED, 0, 0, 0.0), dict(memory or {}))
-        return self.attempt(
-            Counted(A), b, size, start, dict(memory or {}), diagonal=diagonal, inverse=inverse
-        )
+            zero = Report(Status.CONVERGED, 0, 0, 0.0, damping=self.shift(memory) or None)
+            return Solution(_tree.zeros_like(b), zero, memory)
+        return self.attempt(Counted(A), b, size, start, memory, diagonal=diagonal, inverse=inverse)
 
     def _solve_in_turn(
         self,
@@ -127,8 +126,10 @@ class Solver(ABC):
                 _tree.add_(remaining, start, -damping)
             ratio = _tree.norm(remaining) / size
             if ratio == 0.0:
-                report = Report(Status.CONVERGED, A.products, 0, 0.0, warm=True)
-                return Solution(_tree.copy(start), report, memory)
+                report = Report(
+                    Status.CONVERGED, A.products, 0, 0.0, True, damping=self.shift(memory) or None
+                )
+                return Solution(_tree.copy(start), report, memory, remaining)
             along = _tree.dot(start, b) - _tree.dot(start, remaining)
             if not (ratio <= self.spoiled and (along > 0.0 or not self.needs_definite)):
                 start, remaining, ratio, dropped = None, None, 1.0, ratio
@@ -155,12 +156,15 @@ class Solver(ABC):
             products=A.products,
             warm=start is not None,
             residual=None if known is None else known * ratio,
+            damping=solution.report.damping or self.shift(memory) or None,
         )
         left = None if solution.residual is None else _tree.scale_(solution.residual, scale)
         if _tree.not_finite(x):  # larger than its dtype holds
-            report = replace(report, status=Status.NOT_FINITE, residual=1.0)
-            x, left = _tree.zeros_like(x), None
-        return Solution(x, report, solution.memory, left)
+            report = replace(report, status=Status.NOT_FINITE)
+        worse = report.residual is not None and report.residual > 1.0 + 1e-6
+        if (report.status is Status.NOT_FINITE and _tree.not_finite(x)) or (report.status.failed and worse):
+            report, x, left = replace(report, residual=1.0), _tree.zeros_like(x), None
+        return Solution(x, report, solution.memory, left, None if start is not None else solution.stretch)
 
     def shift(self, memory: Mapping[str, Any]) -> float:
         """The damping δ of the system (A + δI) x = b that `iterate` solves."""

@@ -30,8 +30,9 @@ class Run:
         self._eps = system.eps
         # A bound on the norm of the solution, that of the start included.
         self._length = system.offset
-        # Rounding has moved the recurrence away from the residual: its coefficients are no longer those of the
-        # Lanczos process, and its directions no longer conjugate.
+        # Whether the coefficients are those of the Lanczos process.
+        self.lanczos = True
+        # Rounding has moved the recurrence away from the residual: its directions are no longer conjugate.
         self.at_rounding = False
         # Whether the next direction is the residual itself.
         self.restarts = False
@@ -80,22 +81,40 @@ class Run:
         self.status = Status.NEGATIVE_CURVATURE
         return False
 
-    def ritz_values(self, damping: float) -> tuple[float, float] | None:
-        """The smallest and largest eigenvalue of A on the Krylov space, from the coefficients of the iteration."""
+    def _tridiagonal(self) -> torch.Tensor | None:
+        """A + δI on the Krylov space, in the basis of Lanczos, from the coefficients of the iteration."""
         size = len(self.pivots)
         before = [0.0, *(ratio * pivot for ratio, pivot in zip(self.ratios, self.pivots, strict=False))]
         diagonal = [pivot + more for pivot, more in zip(self.pivots, before, strict=False)]
-        beside = [math.sqrt(max(b, 0.0)) * p for b, p in zip(self.ratios, self.pivots, strict=False)][
-            : size - 1
-        ]
+        pairs = zip(self.ratios, self.pivots, strict=False)
+        beside = [math.sqrt(max(b, 0.0)) * p for b, p in pairs][: size - 1]
         if not size or not all(map(math.isfinite, [*diagonal, *beside])):
             return None
         matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
         if beside:
             off = torch.diag(torch.tensor(beside, dtype=torch.float64), 1)
             matrix = matrix + off + off.T
+        return matrix
+
+    def ritz_values(self, damping: float) -> tuple[float, float] | None:
+        """The smallest and largest eigenvalue of A on the Krylov space."""
+        matrix = self._tridiagonal()
+        if matrix is None:
+            return None
         values = torch.linalg.eigvalsh(matrix)
         return float(values[0]) - damping, float(values[-1]) - damping
+
+    def stretch(self, damping: float) -> float | None:
+        """‖T⁻¹e₁ − (T + δI)⁻¹e₁‖ / ‖(T + δI)⁻¹e₁‖ with T = A on the Krylov space, which b is e₁ of."""
+        matrix = self._tridiagonal() if damping else None
+        if matrix is None:
+            return None
+        values, vectors = torch.linalg.eigh(matrix)
+        if float(values[0]) - damping <= 0.0:
+            return None
+        damped = vectors[0] / values
+        lengthened = vectors[0] / (values - damping)
+        return float(torch.linalg.vector_norm(lengthened - damped) / torch.linalg.vector_norm(damped))
 
     def check(self, size: float, residual: Tree) -> bool:
         """Take the residual that was computed, of whose norm ``size`` is known; whether to go on.
@@ -104,7 +123,13 @@ class Run:
         halves from one such check to the next.
         """
         computed = _tree.norm(residual)
-        lost = not _tree.norm(_tree.add_(self.r, residual, -1.0)) <= 0.1 * computed
+        if not math.isfinite(computed):
+            self.status = Status.NOT_FINITE
+            return False
+        moved = _tree.norm(_tree.add_(self.r, residual, -1.0))
+        lost = not moved <= 0.1 * computed
+        # The coefficients of the Lanczos process come from the recurrence's own residuals.
+        self.lanczos = self.lanczos and moved <= 1e-3 * computed
         self.r, self.residual, self.known = residual, computed, size
         self.restarts = lost
         if not lost:

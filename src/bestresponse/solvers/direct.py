@@ -11,7 +11,7 @@ from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, BestResponseWarning
 from .base import Solver, require, require_integer, require_number
-from .system import Product, Report, Solution, Status, System
+from .system import Product, Report, Solution, Status, System, no_unique_answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +82,10 @@ class Exact(Solver):
         rank = int(kept.sum())
         inverse = torch.where(kept, 1.0 / torch.where(kept, damped, 1.0), 0.0)
         x = vectors @ (inverse * (vectors.T @ b))
-        detail = "" if rank == size else f"rank {rank} of {size}: the least-squares solution of smallest norm"
+        met = float(values[0]), float(values[-1])
+        detail = no_unique_answer(met, precision, self.damping)
         if rank < size:
+            detail = f"rank {rank} of {size}: the least-squares solution of smallest norm"
             warnings.warn(
                 f"Exact needs an invertible curvature; got {detail}. Add damping or a regulariser "
                 "where that is not what you want.",
@@ -95,12 +97,12 @@ class Exact(Solver):
         # The rounding of x, once more where it is scaled, has about this residual.
         residual = max(residual, 0.5 * system.eps * float(torch.linalg.matrix_norm(matrix * x)))
         report = Report(
-            Status.CONVERGED if residual <= 1e-2 else Status.DIVERGED,
+            Status.CONVERGED if residual <= max(1e-2, 4.0 * system.eps) else Status.DIVERGED,
             products=n,
             steps=1,
             residual=residual,
             damping=self.damping or None,
-            curvature=(float(values[0]), float(values[-1])),
+            curvature=met,
             detail=detail,
         )
         whole = torch.zeros(n, dtype=x.dtype, device=x.device).masked_scatter_(part, x)

@@ -37,12 +37,12 @@ class GMRES(MinimalResidual):
         basis = [_tree.copy(b)]
         columns: list[list[float]] = []
         rotations, residual, invariant = _Rotations(), 1.0, False
-        while len(columns) < limit and residual > goal:
+        while len(columns) < limit and residual > goal and not invariant:
             z = basis[-1] if precondition is None else precondition(basis[-1])
             y = add_damping(system.A(z), z, self.damping)
             size, column = _tree.norm(y), [0.0] * len(basis)
             if not math.isfinite(size):
-                yield Cycle(basis[0], math.nan, math.inf, 0.0, len(columns) + 1, False, [])
+                yield Cycle(basis[0], math.nan, 0.0, len(columns) + 1, False, [])
                 return
             y = _tree.copy(y)
             for _ in range(2):  # twice is enough, to rounding
@@ -54,25 +54,24 @@ class GMRES(MinimalResidual):
             invariant = after <= 10.0 * system.eps * size
             columns.append([*column, 0.0 if invariant else after])
             residual = rotations.add(columns[-1])
-            if invariant:
-                break
-            basis.append(_tree.scale_(y, 1.0 / after))
+            if not invariant:
+                basis.append(_tree.scale_(y, 1.0 / after))
         matrix = _hessenberg(columns)
         within = residual <= goal
         residual, weights = _least_squares(matrix, system.eps)
-        # Without the singular values that are rounding no more can be had.
-        exhausted = residual > goal and (invariant or within)
         x = _tree.zeros_like(b)
         for weight, q in zip(weights.tolist(), basis, strict=False):
             x = _tree.add_(x, q, weight)
-        norm, drift = float(torch.linalg.matrix_norm(matrix, 2)) if columns else 0.0, math.inf
-        if precondition is None:
-            drift = system.eps * len(columns) * norm * float(weights.norm())
-        else:
-            x, norm = _tree.copy(precondition(x)), 0.0  # that of A M⁻¹
         square = matrix[:-1]
-        ritz = (torch.linalg.eigvalsh((square + square.T) / 2) - self.damping).tolist() if columns else []
-        yield Cycle(x, residual, drift, norm, len(columns), exhausted, ritz if precondition is None else [])
+        sizes = torch.linalg.svdvals(square)
+        null = float(sizes[-1]) <= math.sqrt(system.eps) * float(sizes[0])
+        # Without the singular values that are rounding no more can be had.
+        exhausted = residual > goal and null and (invariant or within)
+        if precondition is not None:  # the matrix is that of A M⁻¹
+            yield Cycle(_tree.copy(precondition(x)), residual, 0.0, len(columns), exhausted, [])
+            return
+        ritz = (torch.linalg.eigvalsh((square + square.T) / 2) - self.damping).tolist()
+        yield Cycle(x, residual, float(sizes[0]), len(columns), exhausted, ritz)
 
 
 def _hessenberg(columns: list[list[float]]) -> torch.Tensor:
@@ -83,11 +82,15 @@ def _hessenberg(columns: list[list[float]]) -> torch.Tensor:
 
 
 def _least_squares(matrix: torch.Tensor, eps: float) -> tuple[float, torch.Tensor]:
-    """The smallest ‖e₁ − H y‖, and its y of smallest norm; singular values of H that are rounding are left out."""
+    """The smallest ‖e₁ − H y‖, and a y for it; singular values of H that are rounding are left out.
+
+    Those below √ε of the largest too, where the residual is no larger without them: they would only make y long.
+    """
     first = torch.zeros(len(matrix), dtype=torch.float64)
     first[0] = 1.0
-    y = torch.linalg.pinv(matrix, rtol=4.0 * eps) @ first
-    return float(torch.linalg.vector_norm(first - matrix @ y)), y
+    long, short = (torch.linalg.pinv(matrix, rtol=cut) @ first for cut in (4.0 * eps, math.sqrt(eps)))
+    sizes = [float(torch.linalg.vector_norm(first - matrix @ y)) for y in (long, short)]
+    return (sizes[1], short) if sizes[1] <= 1.001 * sizes[0] else (sizes[0], long)
 
 
 class _Rotations:

@@ -153,7 +153,7 @@ class ConjugateGradient(Solver):
                 size = _tree.norm(product) / math.sqrt(square)
                 damping = _FIRST_DAMPING * size if math.isfinite(size) else 0.0
             curvature = along + damping * square
-            if not run.at_rounding:
+            if run.lanczos:
                 run.pivots.append(curvature / rz)
             if not run.accepts(along, square, damping, rz if self._preconditioned else None):
                 break
@@ -182,7 +182,7 @@ class ConjugateGradient(Solver):
         rz = run.residual**2 if z is run.r else _tree.dot(run.r, z)
         if p is None:
             return _tree.copy(z), rz
-        if not run.at_rounding:
+        if run.lanczos:
             run.ratios.append(rz / previous)
         return _tree.add_(_tree.scale_(p, rz / previous), z), rz
 
@@ -228,13 +228,13 @@ class ConjugateGradient(Solver):
         elif run.exhausted or (status is Status.STEP_LIMIT and run.residual <= goal):
             detail = f"the residual is as small as {_tree.vector_dtype(run.x)} products make it"
         spectrum = ritz or met
-        if spectrum is not None and (unanswered := no_unique_answer(spectrum, system.eps)):
+        if spectrum is not None and (unanswered := no_unique_answer(spectrum, system.eps, damping)):
             detail = "; ".join(filter(None, (detail, unanswered)))
         x, residual = run.answer(status.failed)
-        if status.failed:
-            residual, _ = system.settle(x, damping, residual, run.drift(damping), 0.0, goal)
-            if not residual <= 1.0 or _tree.not_finite(x):
-                x, residual = _tree.zeros_like(x), 1.0
+        if status.failed and run.drift(damping) > 0.1 * residual:  # the recurrence may be rounding
+            residual, _ = system.compute(x, damping, 0.0, goal)
+        if status.failed and not residual <= 1.0:
+            x, residual = _tree.zeros_like(x), 1.0
         report = Report(
             status,
             run.step,
@@ -258,7 +258,8 @@ class ConjugateGradient(Solver):
                     memory["unseen"] = kept + (1.0 - _UNSEEN_MEMORY) * min(first, 1.0)
                     floor += _UNSEEN_DAMPING * memory["unseen"] ** 2
                 memory["damping"] = max(damping / 2.0, floor * run.highest)
-        return Solution(x, report, memory, run.r if x is run.x and not status.failed else None)
+        left = run.r if x is run.x and not status.failed else None
+        return Solution(x, report, memory, left, None if self._preconditioned else run.stretch(damping))
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,17 +25,15 @@ class Cycle:
 
     Attributes:
         x: its last iterate.
-        residual: the norm of the residual by the recurrence.
-        drift: a bound on what rounding can have moved that norm by; infinite where there is none.
-        norm: of A + δI, as far as the iteration has met it.
+        residual: the norm of the residual by the recurrence; NaN where a product was not finite.
+        norm: of A + δI, as far as the iteration has met it; zero where it is preconditioned.
         steps: the steps that it made.
         exhausted: whether no further step can bring the residual down: a least-squares solution.
-        ritz: the eigenvalues of A on the Krylov space, in rising order.
+        ritz: the eigenvalues of A on the Krylov space, in rising order; none where it is preconditioned.
     """
 
     x: Tree
     residual: float
-    drift: float
     norm: float
     steps: int
     exhausted: bool
@@ -46,8 +44,8 @@ class Cycle:
 class MinimalResidual(Solver):
     """What MINRES and GMRES share: arguments, restarts from computed residuals, and the report.
 
-    A subclass writes `cycle`. When a cycle reaches the tolerance by its recurrence, the residual is computed, and
-    where rounding has kept that larger, the next cycle starts from it. So the residual falls from cycle to cycle, and
+    A subclass writes `cycle`. What a cycle has come to is judged by a computed residual. Where rounding has kept that
+    larger than the recurrence has it, the next cycle starts from it. So the residual falls from cycle to cycle, and
     none is reported that rounding can have made.
     """
 
@@ -73,75 +71,60 @@ class MinimalResidual(Solver):
     def cycle(
         self, system: System, b: Tree, goal: float, limit: int, precondition: Preconditioner | None
     ) -> Iterator[Cycle]:
-        """At most ``limit`` steps on (A + δI) x = b, where ‖b‖ = 1: what they came to, now and then and at the end.
-
-        A residual of NaN says that a product was not finite.
-        """
+        """At most ``limit`` steps on (A + δI) x = b, where ‖b‖ = 1: what they came to, now and then and at the end."""
 
     def iterate(self, system: System) -> Solution:
         goal = system.target * at_present(self.tolerance)
         precondition = given_inverse(self.preconditioner, system, self.damping)
         x, left, size = _tree.zeros_like(system.b), system.b, 1.0
-        steps, exhausted, detail = 0, False, ""
+        steps, falls, exhausted, status = 0, True, False, Status.STEP_LIMIT
         ritz: list[float] = []
-        known: Tree | None = None
-        falls = True
-        while size > goal and steps < self.max_steps and falls and not exhausted:
+        while size > goal and steps < self.max_steps and falls and not exhausted and not status.failed:
             unit = 1.0 if steps == 0 else _tree.norm(left)
+            if unit <= goal:  # what is known to be left is rounding
+                falls = False
+                break
             b = left if steps == 0 else _tree.scale(left, 1.0 / unit)
             first, start, begun, opening = not ritz, x, steps, size
             for cycle in self.cycle(system, b, goal / unit, self.max_steps - steps, precondition):
                 steps, ritz = begun + cycle.steps, cycle.ritz if first else ritz
-                if not math.isfinite(cycle.residual):
-                    return Solution(x, Report(Status.NOT_FINITE, steps, steps, size))
                 candidate = _tree.add(start, cycle.x, unit)
-                claimed = unit * cycle.residual
-                # Beyond ten steps a product more is cheap, and rounding has had its time.
-                certain = claimed > goal and not cycle.exhausted and cycle.steps <= 10
                 floor = system.eps * cycle.norm * (system.offset + _tree.norm(candidate))
-                drift = unit * cycle.drift if certain else math.inf
-                true, computed = system.settle(candidate, self.damping, claimed, drift, floor, goal)
-                lost, falls = true > 1.5 * claimed, true <= 0.5 * opening
+                true, computed = math.nan, left
+                if math.isfinite(cycle.residual):
+                    true, computed = system.compute(candidate, self.damping, floor, goal)
+                if not math.isfinite(true):
+                    status = Status.NOT_FINITE
+                    break
+                lost, falls = true > 1.5 * unit * cycle.residual, true <= 0.5 * opening
                 exhausted = cycle.exhausted and not lost
                 if true < size:
-                    x, size, known = candidate, true, computed
+                    x, left, size = candidate, computed, true
                 if lost:
                     break
-            if computed is None or steps >= self.max_steps:
-                break
-            left = computed
-            if size > goal and not (falls or exhausted):
-                detail = f"the residual is as small as {_tree.vector_dtype(x)} products make it"
-        return self._end(system, x, size, steps, exhausted and size > goal, ritz, detail, known)
-
-    def _end(
-        self,
-        system: System,
-        x: Tree,
-        residual: float,
-        steps: int,
-        exhausted: bool,
-        ritz: list[float],
-        detail: str,
-        left: Tree | None,
-    ) -> Solution:
-        converged = residual <= system.target * at_present(self.tolerance)
-        status = Status.CONVERGED if converged else Status.STEP_LIMIT
+        if size <= goal:
+            status = Status.CONVERGED
+        exhausted = exhausted and size > goal
         if exhausted:
-            status = Status.STEP_LIMIT if residual <= _LEFT * system.target else Status.DIVERGED
-            detail = "no unique answer: the curvature is singular, and this is a least-squares solution"
-        elif ritz and (unanswered := no_unique_answer((ritz[0], ritz[-1]), system.eps)):
-            detail = "; ".join(filter(None, (detail, unanswered)))
+            status = Status.STEP_LIMIT if size <= _LEFT * system.target else Status.DIVERGED
         report = Report(
             status,
             steps,
             steps,
-            residual,
+            size,
             damping=self.damping or None,
             curvature=(ritz[0], ritz[-1]) if ritz else None,
-            detail=detail,
+            detail=self._detail(system, ritz, exhausted, status is Status.STEP_LIMIT and not falls),
         )
         return Solution(x, report, residual=None if status.failed else left)
+
+    def _detail(self, system: System, ritz: list[float], exhausted: bool, at_precision: bool) -> str:
+        if exhausted:
+            return "no unique answer: the curvature is singular, and this is a least-squares solution"
+        said = [f"the residual is as small as {_tree.vector_dtype(system.b)} products make it"] * at_precision
+        if ritz:
+            said.append(no_unique_answer((ritz[0], ritz[-1]), system.eps, self.damping))
+        return "; ".join(filter(None, said))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +133,11 @@ class MINRES(MinimalResidual):
 
         x_k = argmin ‖b − (A + δI) x‖  over  span{b, A b, …, A^{k−1} b}
 
-    The residual never grows. Three vectors more than the solution, whatever the steps; one product each, and one more
-    where rounding may have moved the residual. Where A is singular the answer is a least-squares solution: the solve
-    ends where ‖(A + δI) r‖ ≤ √ε ‖A + δI‖ ‖r‖, since further steps would only add rounding. One that leaves more than a
-    hundredth of b is *diverged*, since there is no solution. At weights that are no minimum of the training loss, the
-    answer is A⁻¹b all the same, and the report names the negative curvature.
+    The residual never grows. Six vectors more than the solution, whatever the steps; one product each, and one each ten
+    steps and at the end for the residual. Where A is singular the answer is a least-squares solution: the solve
+    ends where ‖(A + δI) r‖ and rᵀ(A + δI) r are rounding, since further steps would only add more of it. One that
+    leaves more than a hundredth of b is *diverged*, since there is no solution. At weights that are no minimum of the
+    training loss, the answer is A⁻¹b all the same, and the report names the negative curvature.
 
     Args:
         max_steps: the largest number of steps; ≥ 1.
@@ -174,60 +157,53 @@ class MINRES(MinimalResidual):
         u, v, size = _lanczos_vectors(_tree.copy(b), precondition)
         before, x, w, w_before = (_tree.zeros_like(b) for _ in range(4))
         beta, phi, delta_bar, epsilon, c, s = 0.0, size, 0.0, 0.0, -1.0, 0.0
-        norm, least, exhausted = 0.0, math.inf, False
+        norm, exhausted, invariant = 0.0, False, False
         alphas: list[float] = []
         betas: list[float] = []
         goal *= size
-        while size > 0.0 and len(alphas) < limit and phi > goal and not exhausted:
+
+        def so_far() -> Cycle:
+            ritz = [] if precondition is not None else self._ritz(alphas, betas)
+            # An invariant space without a solution has an eigenvalue of zero; else rounding is what is left.
+            null = (
+                bool(ritz)
+                and min(abs(value + self.damping) for value in ritz) <= math.sqrt(system.eps) * norm
+            )
+            ended = exhausted or (invariant and null and phi > goal)
+            met = norm if precondition is None else 0.0
+            return Cycle(x, phi / size, met, len(alphas), ended, ritz)
+
+        while size > 0.0 and len(alphas) < limit and phi > goal and not invariant:
             y = add_damping(system.A(v), v, self.damping)
             alpha = _tree.dot(v, y)
             alphas.append(alpha)
             if not math.isfinite(alpha):
-                yield Cycle(x, math.nan, math.inf, norm, len(alphas), False, [])
+                yield Cycle(x, math.nan, norm, len(alphas), False, [])
                 return
             y = _tree.add_(_tree.add(y, u, -alpha), before, -beta)
             following, z, after = _lanczos_vectors(y, precondition)
             norm = max(norm, math.hypot(beta, alpha, after))
             delta, gamma_bar = c * delta_bar + s * alpha, s * delta_bar - c * alpha
             old_epsilon, epsilon, delta_bar = epsilon, s * after, -c * after
-            # ‖(A + δI) r‖ / ‖r‖ of the iterate before this step: at a least-squares solution it is rounding.
-            exhausted = math.hypot(gamma_bar, delta_bar) <= math.sqrt(system.eps) * norm
+            # Of the residual r before this step, ‖(A + δI) r‖ / ‖r‖ and rᵀ(A + δI) r / ‖r‖²: both are rounding at a
+            # least-squares solution. At one small eigenvalue the second is not.
+            slope, quotient = math.hypot(gamma_bar, delta_bar), abs(c * gamma_bar)
+            exhausted = slope <= math.sqrt(system.eps) * norm and quotient <= 10.0 * system.eps * norm
             if exhausted:
                 break
             gamma = math.hypot(gamma_bar, after)
-            least = min(least, gamma)
             c, s = gamma_bar / gamma, after / gamma
             new = _tree.add_(_tree.add(v, w_before, -old_epsilon), w, -delta)
             w_before, w = w, _tree.scale_(new, 1.0 / gamma)
             x = _tree.add_(x, w, c * phi)
             phi *= s
-            exhausted = after <= 10.0 * system.eps * norm
+            invariant = after <= 10.0 * system.eps * norm
             betas.append(after)
             before, u, v, beta = u, following, z, after
-            if len(alphas) % _CHECK_EVERY == 0 and phi > goal:
-                yield self._so_far(x, phi / size, norm, least, False, alphas, betas, system, precondition)
-        yield self._so_far(
-            x, phi / size, norm, least, exhausted and phi > goal, alphas, betas, system, precondition
-        )
-
-    def _so_far(
-        self,
-        x: Tree,
-        phi: float,
-        norm: float,
-        least: float,
-        exhausted: bool,
-        alphas: list[float],
-        betas: list[float],
-        system: System,
-        precondition: Preconditioner | None,
-    ) -> Cycle:
-        steps, ritz = len(alphas), self._ritz(alphas, betas)
-        if precondition is not None:  # norms and curvatures are those of M⁻¹A, and so is the residual
-            return Cycle(x, phi, math.inf, 0.0, steps, exhausted, ritz)
-        # Short recurrences lose the residual by a multiple of ε κ² (Sleijpen, van der Vorst and Modersitzki, 2000).
-        drift = system.eps * math.sqrt(steps) * (norm / least) ** 2 if steps else 0.0
-        return Cycle(x, phi, drift, norm, steps, exhausted, ritz)
+            if len(alphas) % _CHECK_EVERY == 0 and len(alphas) < limit and phi > goal and not invariant:
+                yield so_far()
+        if size > 0.0:
+            yield so_far()
 
     def _ritz(self, alphas: list[float], betas: list[float]) -> list[float]:
         """The eigenvalues of A on the Krylov space."""

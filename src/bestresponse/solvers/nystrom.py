@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _tree
 from .base import Solver, require, require_integer, require_number
-from .system import Report, Solution, Status, System
+from .system import Report, Solution, Status, System, no_unique_answer
 
 _CONVERGED = 1e-6
 
@@ -51,7 +51,8 @@ class Nystrom(Solver):
         zero = _tree.zeros_like(system.b)
         if not bool(torch.isfinite(images).all()):
             return Solution(zero, Report(Status.NOT_FINITE, rank, rank, 1.0))
-        basis, values = _eigen(sketch, images)
+        core = (sketch.T @ images).double()
+        basis, values = _eigen(core, images)
         inside = basis.T @ b
         seen = _inverse(values + self.damping, torch.finfo(b.dtype).eps * math.sqrt(len(b))) * inside.double()
         flat = torch.zeros_like(b)
@@ -64,14 +65,17 @@ class Nystrom(Solver):
         status = Status.CONVERGED if residual <= _CONVERGED * system.target else Status.STEP_LIMIT
         if not residual <= system.target:
             status, x, residual = Status.DIVERGED, zero, 1.0
+        ritz = torch.linalg.eigvalsh((core + core.T) / 2)
+        met = float(ritz[0]), float(ritz[-1])
+        worse = "the approximation is worse than none" if status is Status.DIVERGED else ""
         report = Report(
             status,
             rank + 1,
             rank,
             residual,
             damping=self.damping or None,
-            curvature=(float(values[0]), float(values[-1])),
-            detail="" if status is not Status.DIVERGED else "the approximation is worse than none",
+            curvature=met,
+            detail="; ".join(filter(None, (worse, no_unique_answer(met, system.eps, self.damping)))),
         )
         return Solution(x, report, residual=left if not status.failed else None)
 
@@ -84,9 +88,8 @@ def _orthonormal(n: int, rank: int, like: Tensor) -> Tensor:
     return q
 
 
-def _eigen(sketch: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+def _eigen(core: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     """The eigenvectors [n, rank] and eigenvalues of Â, in rising order: with Y = QR, those of R (ΩᵀY)⁺ Rᵀ."""
-    core = (sketch.T @ images).double()
     q, r = torch.linalg.qr(images)
     r = r.double()
     values, vectors = torch.linalg.eigh((core + core.T) / 2)

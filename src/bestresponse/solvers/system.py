@@ -53,9 +53,10 @@ class Report:
         hypergradient_error: an estimate of ‖h − h*‖ / ‖h*‖, where h* is the hypergradient of the exact
             solve of the system that was solved, the damped one where there is a damping;
             `bestresponse.Implicit` fills it in. None where it is not known.
+            From below where b lies along large curvatures and the answer along small ones.
         damping_effect: an estimate of ‖h* − h₀‖ / ‖h₀‖, where h₀ is that of the exact solve without damping:
-            how far the damping moved the answer. `bestresponse.Implicit` fills it in. None where there is no
-            damping, or no unique answer without it.
+            how far the damping moved the answer. `bestresponse.Implicit` fills it in. From below: it sees the
+            curvatures that the solve has met. None where there is no damping, or negative curvature.
         detail: what happened, in words, where there is something to say.
     """
 
@@ -76,8 +77,7 @@ class Report:
         """Whether the solve met negative curvature, without damping, beyond rounding."""
         if self.curvature is None:
             return False
-        lowest, highest = self.curvature
-        return lowest < -1e-6 * max(abs(lowest), abs(highest))
+        return is_indefinite(*self.curvature)
 
     def lines(self) -> list[tuple[str, str]]:
         """What there is to tell beside the status, as pairs of name and value."""
@@ -108,12 +108,14 @@ class Solution:
 
     Attributes:
         residual: b − (A + δI) x where the solver has it, as `Report.residual` has its norm; else None.
+        stretch: ‖A⁻¹b − (A + δI)⁻¹b‖ / ‖(A + δI)⁻¹b‖ on the Krylov space of b, where the solver has it; else None.
     """
 
     x: Tree
     report: Report
     memory: dict[str, Any] = field(default_factory=dict)
     residual: Tree | None = None
+    stretch: float | None = None
 
 
 @dataclass
@@ -146,18 +148,6 @@ class System:
     @cached_property
     def eps(self) -> float:
         return max(torch.finfo(x.dtype).eps for x in self.b.values())
-
-    def settle(
-        self, x: Tree, damping: float, claimed: float, drift: float, floor: float, goal: float
-    ) -> tuple[float, Tree | None]:
-        """The norm of the residual of x, and the residual itself where it was computed.
-
-        The iteration's own norm ``claimed`` is taken where rounding can have moved it by a tenth at most: by
-        ``drift``. Else it is computed, as in `compute`.
-        """
-        if drift <= 0.1 * claimed:
-            return claimed, None
-        return self.compute(x, damping, floor, goal)
 
     def compute(self, x: Tree, damping: float, floor: float, goal: float) -> tuple[float, Tree]:
         """The residual of x at one product, and what is known of its norm.
@@ -201,13 +191,17 @@ def _layout(tree: object) -> str:
     return "{" + ", ".join(shown) + (", …" if len(tree) > 4 else "") + "}"
 
 
-def no_unique_answer(curvature: tuple[float, float], eps: float) -> str:
+def is_indefinite(lowest: float, highest: float) -> bool:
+    """Whether there is negative curvature that no rounding makes, in float32 either."""
+    return lowest < -1e-6 * max(abs(lowest), abs(highest))
+
+
+def no_unique_answer(curvature: tuple[float, float], eps: float, damping: float) -> str:
     """What to say of a curvature without damping that is indefinite or singular, to rounding; else nothing."""
     lowest, highest = curvature
-    rounding = 10.0 * eps * max(abs(lowest), abs(highest))
-    if lowest > rounding:
+    if lowest > 10.0 * eps * (max(abs(lowest), abs(highest)) + damping):
         return ""
-    if lowest < -rounding:
+    if is_indefinite(lowest, highest) and lowest < -10.0 * eps * damping:
         return "no unique answer: negative curvature, the weights are at no minimum of the training loss"
     return "no unique answer: the curvature is singular"
 
