@@ -1,6 +1,7 @@
 """The hypergradient: Algorithm 2 of the paper."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,12 +82,14 @@ class Implicit(Method):
         refuse_unreached(problem, direct, system.reached)
         b = system.responding({n: val_gradient[n] for n in system.names})
         del val_gradient
-        solution = self._solve(passes, train_batch, system, b)
-        missing = self._missing(system, solution, b)
-        stretch = damping_stretch(solution, b)
-        indirect = {n: None if x is None else -x for n, x in system.mixed(solution.x).items()}
-        result = combine(problem, val_loss, direct, indirect)
-        size = result.norm
+        with paused() as resumed:
+            solution = self._solve(passes, train_batch, system, b, resumed)
+            missing = self._missing(resumed(system.mixed), solution, b)
+            stretch = damping_stretch(solution, b)
+            mixed = resumed(system.mixed)(solution.x)
+            indirect = {n: None if x is None else -x for n, x in mixed.items()}
+            result = combine(problem, val_loss, direct, indirect)
+            size = result.norm
         singular = ""
         if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
             singular = singular_operation(passes, train_batch, b)
@@ -111,18 +114,20 @@ class Implicit(Method):
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
 
-    def _missing(self, system: Linearisation, solution: Solution, b: Tree) -> float | None:
+    def _missing(self, mixed_product: Callable[..., Any], solution: Solution, b: Tree) -> float | None:
         """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
 
         A⁻¹ is taken as the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
         """
         if not self.estimate_error or solution.residual is None:
             return None
-        mixed = system.mixed(solution.residual, last=False)
+        mixed = mixed_product(solution.residual, False)
         of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
         return of_residual * _tree.norm(solution.x) / _tree.norm(b)
 
-    def _solve(self, passes: Passes, batch: Any, system: Linearisation, b: Tree) -> Solution:
+    def _solve(
+        self, passes: Passes, batch: Any, system: Linearisation, b: Tree, resumed: Callable[..., Any]
+    ) -> Solution:
         assert self.solver is not None
         problem = passes.problem
         state = problem.state(self)
@@ -141,14 +146,13 @@ class Implicit(Method):
             problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) is True else None
         )
         make_inverse = getattr(getattr(solver, "preconditioner", None), "inverse", None)
-        inverse = None if make_inverse is None else make_inverse(passes, batch)
+        inverse = None if make_inverse is None else resumed(make_inverse)(passes, batch)
         # A run of steps goes on with the batch after the last one.
         fresh = getattr(solver, "fresh_batches", False)
         products = system.in_turn(state.memory.get("count", 0)) if fresh else system
-        with paused() as resumed:
-            solution = solver.solve(
-                resumed(products), b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse
-            )
+        solution = solver.solve(
+            resumed(products), b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse
+        )
         said = "; ".join(filter(None, (solution.report.detail, getattr(inverse, "detail", ""))))
         return replace(solution, report=replace(solution.report, detail=said))
 
