@@ -388,3 +388,23 @@ def test_checkpoints_with_dropout_in_a_validation_loss_of_training_mode():
     model.how = how
     got = br.hypergradient(problem, b, b, br.Implicit(br.Exact()), seed=3)
     assert all(torch.allclose(got.total[n], x) for n, x in expected.total.items())
+
+
+def test_generators_in_collections_of_a_module_are_put_back():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.generators = nn.Linear(3, 2), [torch.Generator().manual_seed(3)]
+
+        def forward(self, x):
+            return self.layer(x * (torch.rand(x.shape, generator=self.generators[0]) < 0.5))
+
+    model = Masked()
+    before = model.generators[0].get_state()
+    decay = br.hyperparameters.WeightDecay(model)
+    loss = lambda m, h, b: (m(b[0]) - b[1]).square().mean()  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: loss(m, h, b) + h(m), loss)
+    batch = torch.randn(12, 3), torch.randn(12, 2)
+    one, other = (br.hypergradient(problem, batch, batch, br.Implicit(br.Exact(0.1)), seed=1) for _ in "ab")
+    assert torch.equal(before, model.generators[0].get_state())
+    assert all(torch.equal(one.total[n], other.total[n]) for n in one.total)

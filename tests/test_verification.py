@@ -1,5 +1,7 @@
 """Derivatives that are wrong are refused or warned of with their cause, and right ones are passed without a word."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -472,3 +474,127 @@ def test_the_outcome_is_printed(capsys):
     problem, b = problem_of(nn.Linear(3, 2)), batch()
     br.hypergradient(problem, b, b, br.Implicit(br.Exact())).summary()
     assert "Derivatives: verified" in capsys.readouterr().out
+
+
+# --- batches, copies and fields ----------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """A lossy function on the examples whose first entry is positive."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        z = self.first(x)
+        return self.last(torch.where(x[:, :1] > 0, WithoutGraph.apply(z), z.sin()))
+
+
+def test_a_lossy_function_on_the_last_examples_is_found():
+    x, y = torch.randn(128, 3), torch.randn(128, 2)
+    order = x[:, 0].argsort()
+    problem, whole = problem_of(Rows()), (x[order], y[order])
+    with pytest.raises(br.Error, match="WithoutGraph"):
+        br.hypergradient(problem, whole, whole, br.Implicit(br.Exact(1e-3)))
+    pieces = br.Batches([(x[order[:64]], y[order[:64]]), (x[order[64:]], y[order[64:]])])
+    with pytest.raises(br.Error, match="WithoutGraph"):
+        br.hypergradient(problem, pieces, whole, br.Implicit(br.Exact(1e-3)))
+
+
+class Pairs(dict):
+    def __init__(self, x, y):
+        super().__init__(x=x, y=y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["mapping", "sparse", "nested", "words"])
+def test_batches_of_any_kind_are_verified(kind, dtype):
+    torch.set_default_dtype(dtype)
+    x, y = torch.randn(32, 3), torch.randn(32, 2)
+    make = {
+        "mapping": (Pairs(x, y), lambda b: (b["x"], b["y"])),
+        "sparse": ((torch.eye(32).to_sparse(), x, y), lambda b: (torch.sparse.mm(b[0], b[1]), b[2])),
+        "nested": (
+            (torch.nested.nested_tensor(list(x.split(8)), layout=torch.jagged), y),
+            lambda b: (b[0].values(), b[1]),
+        ),
+        "words": (([str(i) for i in range(32)], x, y), lambda b: b[1:]),
+    }
+    data, unpacked = make[kind]
+    loss = lambda m, h, b: fit(m, h, unpacked(b))  # noqa: E731
+    problem = problem_of(nn.Linear(3, 2), loss)
+    assert br.hypergradient(problem, data, data, br.Implicit()).verification == "verified"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_hook_on_a_parameter_is_not_lost_in_a_copy(dtype):
+    torch.set_default_dtype(dtype)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].weight.register_hook(lambda g: 0.5 * g)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            told = br.hypergradient(problem_of(model), batch(64), batch(64), br.Implicit(br.Exact(0.1)))
+        except br.Error:
+            return
+    assert told.verification != "verified" or caught
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("method", [br.Unrolled(3, 0.1), br.Forward(3, 0.1), br.Implicit()], ids=repr)
+@pytest.mark.parametrize("kink", [nn.Tanh, nn.ReLU])
+def test_a_loss_that_computes_partly_in_float32_is_not_called_wrong(method, kink, dtype):
+    torch.set_default_dtype(dtype)
+    x, y = torch.randn(64, 3), torch.randint(2, (64,))
+    loss = lambda m, h, b: F.cross_entropy(m(b[0]).float(), b[1])  # noqa: E731
+    for _ in range(3):
+        model = nn.Sequential(nn.Linear(3, 16), kink(), nn.Linear(16, 2))
+        problem = problem_of(model, loss, initial=1e-4)
+        br.hypergradient(problem, (x, y), (x, y), method)  # warnings are errors
+
+
+@pytest.mark.parametrize("method", [br.Implicit(br.Identity()), br.Implicit()], ids=repr)
+def test_a_detached_network_that_weighs_examples_is_not_refused(method):
+    """Its training gradient is not the gradient of a loss; the mixed term is the derivative of that field."""
+    for _ in range(4):
+        hyper = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1), nn.Sigmoid())
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        data = torch.randn(64, 3), torch.randint(2, (64,))
+
+        def train_loss(m, h, b):
+            losses = F.cross_entropy(m(b[0]), b[1], reduction="none")
+            return (h(losses[:, None].detach())[:, 0] * losses).mean()
+
+        problem = br.Problem(model, hyper, train_loss, lambda m, h, b: F.cross_entropy(m(b[0]), b[1]))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            h = br.hypergradient(problem, data, data, method)
+        told = any("not the gradient of train_loss" in str(w.message) for w in caught)
+        assert told if isinstance(method.solver, br.ConjugateGradient) else h.verification == "verified"
+
+
+def test_a_loss_whose_passes_differ_is_named():
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(m, h, b):
+        kept = (torch.rand(b[0].shape, generator=generator) < 0.5).to(b[0].dtype)
+        return F.mse_loss(m(b[0] * kept), b[1])
+
+    with pytest.warns(br.BestResponseWarning, match="the same in two passes"):
+        br.hypergradient(problem_of(model, loss), batch(), batch(), br.Implicit())
+
+
+def test_a_graph_of_the_callers_outlives_verification():
+    problem, b = problem_of(around(nn.Linear(4, 4))), batch()
+    loss = problem.train_loss(problem.model, problem.hyper, b)
+    assert br.hypergradient(problem, b, b, br.Implicit()).verification == "verified"
+    loss.backward()
+
+
+def test_a_refusal_leaves_nothing_to_start_from():
+    problem, method = problem_of(around(Calling(WithoutGraph.apply))), br.Implicit()
+    with pytest.raises(br.Error, match="WithoutGraph"):
+        br.hypergradient(problem, batch(), batch(), method)
+    assert problem.state(method).solution is None

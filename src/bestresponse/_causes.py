@@ -41,14 +41,14 @@ def tuned(name: str) -> str:
     return name + _TUNED
 
 
-def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str]) -> Finding:
-    """Why these are wrong; ``curvature`` is given where its products claim to be those of the training gradient."""
+def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], products: bool = True) -> Finding:
+    """Why these are wrong; ``curvature`` is given where its products, or its mixed term, claim to be those of g."""
     culprits = _suspects.lossy_functions(trial) or _suspects.without_graph(trial)
     if culprits:
         return _lost(culprits, names)
     if names == ["A"]:
         return field(trial, names, solvable=True)
-    if curvature is not None and _is_derivative_of_field(trial, curvature):
+    if curvature is not None and _is_derivative_of_field(trial, curvature, products):
         of_weights = [n for n in names if not n.endswith(_TUNED)]
         return field(trial, of_weights, solvable=True) if of_weights else Finding("verified")
     if not _is_gradient(trial, names):
@@ -63,7 +63,16 @@ def unclear(trial: Trial) -> Finding:
         return _lost(culprits, [])
     precision = "float64" if trial.exact else "float32"
     with trial.problem.undisturbed(trial.seed) as passes:
-        kinks = _graph.has_kinks(passes.train_loss(trial.train))
+        loss = passes.train_loss(trial.train)
+        kinks = _graph.has_kinks(loss)
+        again = passes.train_loss(trial.train)
+    if not torch.equal(loss.detach(), again.detach()):
+        return Finding(
+            "not verified: train_loss is not the same in two passes",
+            "train_loss must be the same in two passes from the same random state; it is not, so that curvature and "
+            "mixed term mix different draws. Draw from torch's own random state, or from a generator that is an "
+            "attribute of a module in model or hyper; keep no counter or cache outside of them.",
+        )
     why = f"kinks in {precision}" if kinks else f"differences in {precision} do not agree with each other"
     return Finding(f"not verified: {why}")
 
@@ -116,7 +125,7 @@ def _lost(culprits: Sequence[str], names: Sequence[str], places: Sequence[str] =
     )
 
 
-def _is_derivative_of_field(trial: Trial, curvature: Curvature) -> bool:
+def _is_derivative_of_field(trial: Trial, curvature: Curvature, products: bool) -> bool:
     """Whether autograd's products are derivatives of the training gradient g, be it that of a loss or not.
 
     With J = ∂g/∂w and B = ∂g/∂λ, uᵀJ v and vᵀB η are compared: autograd gives Jᵀu and Bᵀv, and differences give
@@ -130,7 +139,7 @@ def _is_derivative_of_field(trial: Trial, curvature: Curvature) -> bool:
         base.to(NEAR)
         system = curvature.linearise(passes, trial.train)
         u, v = {n: u[n] for n in system.names}, {n: v[n] for n in system.names}
-        of_u, of_v = system(u), system(v)
+        of_u, of_v = (system(u), system(v)) if products else (u, v)
         mixed = {n: x for n, x in system.mixed(v).items() if x is not None}
         reached = {n: weights[n] for n in system.names}
 
@@ -140,8 +149,8 @@ def _is_derivative_of_field(trial: Trial, curvature: Curvature) -> bool:
                 return _agree(claimed, lambda size: _tree.dot(x, differences.at(size)), step)
 
         return (
-            agrees(_tree.dot(v, of_u), u, weights, v)
-            and agrees(_tree.dot(u, of_v), v, weights, u)
+            (not products or agrees(_tree.dot(v, of_u), u, weights, v))
+            and (not products or agrees(_tree.dot(u, of_v), v, weights, u))
             and agrees(sum(float((x * eta[n]).sum()) for n, x in mixed.items()), v, hyper, eta)
         )
 
@@ -159,7 +168,7 @@ def _is_gradient(trial: Trial, names: Sequence[str]) -> bool:
         **problem.weights,
         **{tuned(n): p for n, p in problem.hyperparameters.items()},
     }
-    steps = [replace(step, right=1e-2, wrong=5e-2) for step in (FINE_VALUES if trial.exact else COARSE)]
+    steps = FINE_VALUES if trial.exact else [replace(step, right=1e-2, wrong=5e-2) for step in COARSE]
     aside = direction(problem.weights, problem.model, 2)
     with problem.undisturbed(trial.seed) as passes, Line(problem.weights, aside) as base:
         base.to(NEAR)

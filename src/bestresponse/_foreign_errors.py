@@ -61,6 +61,12 @@ def _told(error: RuntimeError) -> EvaluationError | None:
             f"met something else ({text}). Let it depend on its arguments and the random state alone, keep "
             "preserve_rng_state=True, and leave out what changes from call to call; or turn the checkpoint off."
         )
+    if "appears to not have been used in the graph" in text:
+        return EvaluationError(
+            "this method puts other tensors in the place of the weights while a loss runs; a function of the model "
+            f"computes again in its backward pass, with the weights themselves ({text.splitlines()[0]}). Use "
+            "Implicit(), or write that backward with what save_for_backward keeps."
+        )
     for sign, meaning in _CAUSES:
         if sign in text:
             return EvaluationError(meaning.format(error=text.splitlines()[0]))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -69,14 +69,27 @@ class Line:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _tree.write_(self._tensors, self._kept)
+        try:
+            self._write()
+        except BaseException:  # an interrupt
+            self._write()
+            raise
+
+    def _write(self) -> None:
+        with self._unseen():
+            _tree.write_(self._tensors, self._kept)
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        """Without a trace in versions: graphs that the caller holds stay good, since the values come back."""
+        return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self._tensors.values()))
 
     @torch.no_grad()
     def to(self, t: float) -> None:
         """Go to x + t v."""
         self._t = t
-        for name, x in self._tensors.items():
-            torch.add(self._kept[name], self._v[name], alpha=t, out=x)
+        with self._unseen():
+            for name, x in self._tensors.items():
+                torch.add(self._kept[name], self._v[name], alpha=t, out=x)
 
     @contextmanager
     def aside(self, step: float) -> Iterator[None]:

@@ -132,6 +132,8 @@ class _Attributes:
                 self._entries.append((value, _shallow(value)))
                 inside = value.values() if isinstance(value, dict) else value
                 self.tensors += [x for x in inside if isinstance(x, Tensor)]
+                generators = [x for x in inside if isinstance(x, _random.kinds())]
+                self._generators.update({f"{name}.{i}": x for i, x in enumerate(generators)})
             elif isinstance(value, _random.kinds()):
                 self._generators[name] = value
             elif numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= LARGEST:

@@ -3,13 +3,14 @@
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _graph
+from ._arithmetic import arithmetic
 from .batches import Batches
 from .problem import Problem
 
@@ -66,6 +67,8 @@ def _precise(own: Trial) -> Trial | None:
     """A copy in float64, where one is small enough and has the same losses."""
     if sum(x.numel() for x in tensors_of(own.problem).values()) > LARGEST:
         return None
+    if any(x._backward_hooks for x in tensors_of(own.problem).values()):
+        return None  # a copy is without them
     other, thing = twin((own.problem, own.thing), double=True)
     train, val = doubled(own.train), doubled(own.val)
     alike = is_alike(own.problem, other, "train_loss", (own.train, train), own.seed)
@@ -108,7 +111,19 @@ def is_alike(
     captured = any(id(x) in leaves for x in tensors_of(problem).values())
     near = abs(values[0] - values[1]) <= 0.05 * max(map(abs, values)) + 1e-6
     same = near and reached[0] == reached[1] and not captured
-    return same and (loss.dtype == torch.float64 or not double)
+    return same and (is_exact(loss) or not double)
+
+
+def is_exact(loss: Tensor) -> bool:
+    """Whether every part of a loss computes in float64."""
+    return arithmetic(loss).name == "float64"
+
+
+def judged_by_its_arithmetic(trial: Trial) -> Trial:
+    """The trial, not exact where a part of its losses computes in less than float64 after all."""
+    with trial.problem.undisturbed(trial.seed) as passes:
+        exact = is_exact(passes.train_loss(trial.train)) and is_exact(passes.val_loss(trial.val))
+    return replace(trial, exact=trial.exact and exact)
 
 
 def tensors_of(problem: Problem) -> dict[str, Tensor]:
@@ -137,16 +152,29 @@ def doubled(batch: Any) -> Any:
 
 
 def _part(batch: Any) -> Any:
-    """The first of several batches, and the first examples of a batch whose tensors have one length."""
-    if isinstance(batch, Batches):
-        return _part(batch.batches[0])
-    lengths: set[int] = set()
+    """Evenly spaced examples of a batch, or of each of several, whose tensors have one length; else all of it."""
+    try:
+        if isinstance(batch, Batches):
+            return Batches([_part(b) for b in batch], batch.weights, batch.recompute)
+        lengths: set[int] = set()
+        _measure(batch, lengths)
+        length = lengths.pop() if len(lengths) == 1 else 0
+        rows = max(_ROWS, length // _SHARE)
+        if length <= rows:
+            return batch
+        return mapped(batch, lambda x: x[:: length // rows][:rows] if x.ndim else x)
+    except Exception:  # collections and tensors that cannot be taken apart, for whatever reason
+        return batch
 
-    def measure(x: Tensor) -> Tensor:
-        lengths.update([len(x)] if x.ndim else [])
-        return x
 
-    mapped(batch, measure)
-    length = lengths.pop() if len(lengths) == 1 else 0
-    rows = max(_ROWS, length // _SHARE)
-    return mapped(batch, lambda x: x[:rows] if x.ndim else x) if length > rows else batch
+def _measure(batch: Any, lengths: set[int]) -> None:
+    """Collect the lengths of the tensors; raise for what holds more than plain collections and plain tensors."""
+    if isinstance(batch, Tensor):
+        if type(batch) is not Tensor or batch.layout != torch.strided or batch.is_nested:
+            raise TypeError
+        lengths.update([len(batch)] if batch.ndim else [])
+    elif isinstance(batch, dict | list | tuple):
+        if type(batch) not in (dict, list, tuple) and not hasattr(batch, "_fields"):
+            raise TypeError
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            _measure(value, lengths)

@@ -121,8 +121,8 @@ class SecondDerivatives(Claim):
         return verdict if symmetric else Verdict("wrong", [*verdict.names, "A"])
 
     def explain(self, trial: Trial, names: list[str]) -> Finding:
-        exact = self.curvature if self.product and self.curvature.exact else None
-        return _causes.cause(trial, exact, names)
+        exact = self.curvature if self.curvature.exact or not self.product else None
+        return _causes.cause(trial, exact, names, self.product)
 
 
 def _values(

@@ -122,11 +122,18 @@ def differentiate(
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
-    with foreign_errors_told(), problem.watch.hypergradient(problem.live()):
-        with problem.undisturbed(seed, known, method.twice) as passes:
-            result = method.differentiate(passes, train_batch, val_batch)
-            passes.conclude()
-        return replace(result, verification=verified(problem, method.claim(), train_batch, val_batch, seed))
+    before = problem.state(method)
+    try:
+        with foreign_errors_told(), problem.watch.hypergradient(problem.live()):
+            with problem.undisturbed(seed, known, method.twice) as passes:
+                result = method.differentiate(passes, train_batch, val_batch)
+                passes.conclude()
+            return replace(
+                result, verification=verified(problem, method.claim(), train_batch, val_batch, seed)
+            )
+    except BaseException:
+        problem.remember(method, before)
+        raise
 
 
 def attempt(

@@ -168,10 +168,16 @@ class Passes:
         pieces = weighted(batch)
         if len(pieces) == 1:
             return self._run(name, pieces[0][0], weights)
-        losses = []
-        for number, (piece, weight) in enumerate(pieces):
-            with self.numbered(number):
-                losses.append(weight * self._run(name, piece, weights))
+        losses, carried = [], self._carried
+        try:
+            for number, (piece, weight) in enumerate(pieces):
+                with self.numbered(number):
+                    losses.append(weight * self._run(name, piece, weights))
+                if name == "train_loss" and weights is not None:
+                    # In steps ahead of the weights, running statistics see one piece after the other.
+                    self.carry(self.buffers())
+        finally:
+            self._carried = carried
         return torch.stack(losses).sum()
 
     def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:

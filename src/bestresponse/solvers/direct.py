@@ -13,6 +13,9 @@ from ..errors import ArgumentError, BestResponseWarning
 from .base import Solver, require, require_integer, require_number
 from .system import Product, Report, Solution, Status, System, no_unique_answer
 
+# What an answer may leave of the right-hand side, and what a least-squares solution leaves of one that has a solution.
+_LEFT, _SOLVED = 1e-2, 1e-6
+
 
 @dataclass(frozen=True, eq=False)
 class Identity(Solver):
@@ -96,8 +99,13 @@ class Exact(Solver):
         residual = float(torch.linalg.vector_norm(b - matrix @ x - self.damping * x))
         # The rounding of x, once more where it is scaled, has about this residual.
         residual = max(residual, 0.5 * system.eps * float(torch.linalg.matrix_norm(matrix * x)))
+        status = Status.CONVERGED
+        if residual > max(_LEFT, 4.0 * system.eps):
+            status = Status.DIVERGED
+        elif rank < size and residual > _SOLVED:
+            status = Status.STEP_LIMIT
         report = Report(
-            Status.CONVERGED if residual <= max(1e-2, 4.0 * system.eps) else Status.DIVERGED,
+            status,
             products=n,
             steps=1,
             residual=residual,
