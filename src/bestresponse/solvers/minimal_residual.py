@@ -157,7 +157,7 @@ class MINRES(MinimalResidual):
         u, v, size = _lanczos_vectors(_tree.copy(b), precondition)
         before, x, w, w_before = (_tree.zeros_like(b) for _ in range(4))
         beta, phi, delta_bar, epsilon, c, s = 0.0, size, 0.0, 0.0, -1.0, 0.0
-        norm, exhausted, invariant = 0.0, False, False
+        norm, least, exhausted, invariant = 0.0, math.inf, False, False
         alphas: list[float] = []
         betas: list[float] = []
         goal *= size
@@ -192,6 +192,11 @@ class MINRES(MinimalResidual):
             if exhausted:
                 break
             gamma = math.hypot(gamma_bar, after)
+            least = min(least, gamma)
+            # Short recurrences lose the residual by a multiple of ε κ² (Sleijpen, van der Vorst and Modersitzki, 2000):
+            # what there is before such a step is kept.
+            if math.sqrt(len(alphas)) * system.eps * (norm / least) ** 2 > 0.3 * phi / size:
+                yield so_far()
             c, s = gamma_bar / gamma, after / gamma
             new = _tree.add_(_tree.add(v, w_before, -old_epsilon), w, -delta)
             w_before, w = w, _tree.scale_(new, 1.0 / gamma)
