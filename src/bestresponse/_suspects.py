@@ -103,8 +103,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _WATCHED.get(function)
-        if name is not None and isinstance(args[0], Tensor) and args[0].requires_grad:
-            self.places[name + _caller()] = None
+        watched = name is not None and isinstance(args[0], Tensor) and args[0].requires_grad
+        if watched and (where := _caller()):
+            self.places[f"{name}{where}"] = None
         return function(*args, **(kwargs or {}))
 
 
@@ -120,11 +121,10 @@ _WATCHED: dict[Any, str] = {
 
 
 def _caller() -> str:
-    """The line of the user's that is running."""
+    """The line of the user's that calls torch; empty where the library does."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _OURS)):
-            return f" in {Path(name).name}, line {frame.f_lineno}"
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
-    return ""
+    if frame is None or frame.f_code.co_filename.startswith(_OURS):
+        return ""
+    return f" in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

@@ -22,6 +22,8 @@ from .retraining import Retraining, retrain
 from .spectrum import Spectrum
 
 _CLOSE = 0.2
+# Cosines with the reference that are no further apart are alike.
+_NEAR = 0.02
 _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ERROR  "}
 
 
@@ -221,8 +223,11 @@ def _start_with(bench: Bench, rows: list[Row]) -> str:
     others = [r for r in rows if not r.failed and r.cosine is not None and r.seconds is not None]
     if not others:
         return "no method of the table, since each fails: train further, or add a regulariser to train_loss"
-    best = max(others, key=lambda r: r.cosine or -1.0)
-    return f"{best.method}, since {first} fails here: its solve ends with {_said(rows, first)}"
+    best = max(r.cosine or -1.0 for r in others)
+    near = [r for r in others if (r.cosine or -1.0) >= best - _NEAR]
+    plain = [r for r in near if r.method == "Implicit()"]
+    chosen = plain[0] if plain else min(near, key=lambda r: r.seconds or math.inf)
+    return f"{chosen.method}, since {first} fails here: its solve ends with {_said(rows, first)}"
 
 
 def _said(rows: list[Row], method: str) -> str:
@@ -243,6 +248,11 @@ def _closest(retraining: Retraining | None, rows: list[Row]) -> str:
             f"{cheapest.seconds:.1f} training gradients. Methods that start warm come nearer along a run."
         )
     nearest = min(ran, key=lambda r: abs(ratios[r.method] - 1.0))
+    if not 0.5 <= ratios[nearest.method] <= 2.0:
+        return (
+            f" In a single call on this batch no method predicts what {retraining.steps} steps of training again give: "
+            "train further (warmup_steps), and check again."
+        )
     return (
         f" In a single call on this batch no method is within {_CLOSE:.0%} of {retraining.steps} steps of training "
         f"again; the nearest is {nearest.method}, {ratios[nearest.method]:.2f} times it. Methods that start warm come "
