@@ -180,3 +180,22 @@ def test_a_run_on_batches_of_singular_curvature_goes_downhill():
     own, minimal = run(br.Implicit()), run(br.Implicit(br.MINRES(4)))
     assert own == sorted(own, reverse=True)
     assert all(mine <= 2.0 * other for mine, other in zip(own, minimal, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_chosen_damping_follows_what_the_last_solution_says_of_the_next_system(scale):
+    generator = torch.Generator().manual_seed(SEED)
+    matrix = scale * symmetric(torch.linspace(0.3, 1.0, 20), generator)
+    solver = br.ConjugateGradient(6, damping=None)
+    found = {}
+    for kind in ("the same system", "another right-hand side each time"):
+        b, memory, start = torch.randn(20, generator=generator), {}, None
+        for _ in range(40):
+            solution = solver.solve(lambda v: {"w": matrix @ v["w"]}, {"w": b}, start=start, memory=memory)
+            memory, start = solution.memory, solution.x
+            if kind.startswith("another"):
+                b = torch.randn(20, generator=generator)
+        found[kind] = solution.report.damping / scale
+    same, another = found.values()
+    assert same == pytest.approx(1e-4, rel=0.5)
+    assert 0.004 < another < 0.02
