@@ -58,8 +58,9 @@ class ConjugateGradient(Solver):
         damping: δ ≥ 0. None chooses it, and the report has the value: 1e-4 of the curvature along the first
             right-hand side, raised tenfold (and above the negative curvature that was met) each time a solve meets
             negative curvature or diverges, after which the solve begins again; halved after each solve that does
-            neither, but not below (1e-4 + 0.015 ρ²) of the largest curvature. ρ ≤ 1 is a running mean of a warm
-            start's first residual: how little the last solution says of the next system.
+            neither, but not below (1e-4 + 0.015 ρ) of the largest curvature. ρ ≤ 1 is a running mean of the share of
+            a warm start's squared residual that its own system had not left: how little the last solution says of the
+            next system.
         recycle: the number r of pairs (p, A p) of earlier solves to keep, 2 r vectors, as a
             limited-memory quasi-Newton preconditioner; 0 keeps none. It pays where successive systems
             change little, as with full batches.
@@ -251,13 +252,9 @@ class ConjugateGradient(Solver):
             if status in _UNDERDAMPED:
                 memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
             else:
-                floor = _FIRST_DAMPING
-                if system.offset or system.dropped is not None:
-                    first = 1.0 / system.target if system.dropped is None else 1.0
-                    kept = _UNSEEN_MEMORY * memory.get("unseen", 1.0)
-                    memory["unseen"] = kept + (1.0 - _UNSEEN_MEMORY) * min(first, 1.0)
-                    floor += _UNSEEN_DAMPING * memory["unseen"] ** 2
+                floor = _FIRST_DAMPING + _UNSEEN_DAMPING * _unseen(system, memory)
                 memory["damping"] = max(damping / 2.0, floor * run.highest)
+                memory["left"] = residual / system.target
         left = run.r if x is run.x and not status.failed else None
         return Solution(x, report, memory, left, None if self._preconditioned else run.stretch(damping))
 
@@ -271,6 +268,20 @@ class _Opening(ConjugateGradient):
     def _goes_on(self, run: Run, goal: float, target: float) -> bool:
         promising = _FIRST_RESIDUAL * target < run.residual <= min(run.smallest, target)
         return (run.step < self.least or promising) and super()._goes_on(run, goal, target)
+
+
+def _unseen(system: System, memory: dict[str, Any]) -> float:
+    """A running mean, from 0 to 1, of the share of a start's squared residual that its own system had not left.
+
+    Zero where systems do not change, whatever a few steps leave of them; one where the last solution says nothing of
+    the next system.
+    """
+    start = 1.0 / system.target if system.dropped is None else system.dropped
+    if "left" in memory and (system.offset or system.dropped is not None):
+        share = max(1.0 - (memory["left"] / start) ** 2, 0.0) * min(start, 1.0) ** 2
+        kept = _UNSEEN_MEMORY * memory.get("unseen", 1.0)
+        memory["unseen"] = kept + (1.0 - _UNSEEN_MEMORY) * share
+    return float(memory.get("unseen", 0.0))
 
 
 def _kept_pairs(system: System) -> list[Pair]:
