@@ -162,3 +162,20 @@ EXACT_CASES: dict[str, Callable[[], Case]] = {
     "softmax, weak decay": lambda: softmax(-3.0),
     "softmax, strong decay": lambda: softmax(-1.0),
 }
+
+
+class Around(nn.Module):
+    """A module that hands everything on to the decay inside, whose rates have other names here."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, model):
+        return self.inner(model)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import bestresponse as br
+import cases
 from bestresponse.hyperparameters import WeightDecay, orthant_wise
 
 N, D = 40, 12
@@ -449,23 +450,9 @@ def test_a_loop_of_ones_own_makes_the_steps_of_the_tuner(clip):
     assert (ended == 0).any()
 
 
-class Around(nn.Module):
-    """A module that hands everything on to the decay inside."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, model):
-        return self.inner(model)
-
-    def __getattr__(self, name):
-        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
-
-
 def test_a_penalty_counts_once():
     model = Linear()
-    decays = Around(WeightDecay(model, per="global", power=1))
+    decays = cases.Around(WeightDecay(model, per="global", power=1))
     problem = br.Problem(model, decays, penalised, fit)
     with torch.no_grad():
         model.w.copy_(solved(float(decays.inner.log_decay.exp())))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bestresponse as br
+import cases
 from bestresponse.hyperparameters import WeightDecay
 from bestresponse.hyperparameters.weight_decay import penalty
 
@@ -67,32 +68,15 @@ class Half(WeightDecay):
         return {n: d / 2 for n, d in super().curvature_diagonal(model).items()}
 
 
-class Around(nn.Module):
-    """A module that hands everything on to the decay inside, whose rates have other names here."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, model):
-        return self.inner(model)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-
 @pytest.mark.parametrize("per", ["global", "tensor", "weight"])
 @pytest.mark.parametrize("kind", ["itself", "subclass", "around", "compiled"])
 def test_rest_of_any_kind_gives_the_mixed_term_of_its_function(kind, per):
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     batch = torch.randn(8, 3), torch.randn(8, 2)
     decay = (Half if kind == "subclass" else WeightDecay)(net, per, initial=0.1)
-    rest = {"around": Around, "compiled": lambda d: torch.compile(d, backend="eager")}.get(kind, lambda d: d)(
-        decay
-    )
+    rest = {"around": cases.Around, "compiled": lambda d: torch.compile(d, backend="eager")}.get(
+        kind, lambda d: d
+    )(decay)
 
     def loss(outputs, batch):
         return F.mse_loss(outputs, batch[1])

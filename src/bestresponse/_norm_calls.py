@@ -1,6 +1,7 @@
 """Calls of norms with running statistics, by whatever module or function, as a function mode sees them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,17 +11,17 @@ from torch._C import _functorch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
+from ._batch_norm import batch_norm, instance_norm, torch_batch_norm, torch_instance_norm
 from .passes import Passes
 
-_FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
-_TORCHS = ("input", "weight", "bias", "running_mean", "running_var")
-_LAST = ("momentum", "eps", "cudnn_enabled")
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: (*_FUNCTIONAL, "training", *_LAST),
-    F.instance_norm: (*_FUNCTIONAL, "use_input_stats", *_LAST),
-    torch.batch_norm: (*_TORCHS, "training", *_LAST),
-    torch.instance_norm: (*_TORCHS, "use_input_stats", *_LAST),
+_FORMS: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
+    torch.batch_norm: torch_batch_norm,
+    torch.instance_norm: torch_instance_norm,
 }
+# The names of each function's arguments, which its form has after torch's own.
+_ARGUMENTS: dict[Any, list[str]] = {f: list(signature(form).parameters)[1:] for f, form in _FORMS.items()}
 # Which running mean: the module that holds it and its name there (or where it lies in memory), offset, shape.
 Key = tuple[nn.Module | None, str, int, torch.Size]
 

@@ -120,15 +120,14 @@ class Solver(ABC):
     ) -> Solution:
         """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
         remaining, ratio, dropped = None, 1.0, None
+        damping = self.shift(memory) or None
         if start is not None:
             remaining = _tree.add(b, A(start), -1.0)
-            if damping := self.shift(memory):
+            if damping is not None:
                 _tree.add_(remaining, start, -damping)
             ratio = _tree.norm(remaining) / size
             if ratio == 0.0:
-                report = Report(
-                    Status.CONVERGED, A.products, 0, 0.0, True, damping=self.shift(memory) or None
-                )
+                report = Report(Status.CONVERGED, A.products, 0, 0.0, True, damping=damping)
                 return Solution(_tree.copy(start), report, memory, remaining)
             along = _tree.dot(start, b) - _tree.dot(start, remaining)
             if not (ratio <= self.spoiled and (along > 0.0 or not self.needs_definite)):
@@ -137,7 +136,7 @@ class Solver(ABC):
         offset = 0.0 if start is None else _tree.norm(start) / scale
         unit = _tree.scale(b, 1.0 / scale) if remaining is None else _tree.scale_(remaining, 1.0 / scale)
 
-        def residual(x: Tree, damping: float, part: float = 1.0) -> Tree:
+        def residual(x: Tree, damping: float, part: float) -> Tree:
             whole = x if start is None else _tree.add(x, start, 1.0 / scale)
             whole = whole if part == 1.0 else _tree.scale(whole, 1.0 / part)
             left = add_damping(A(whole), whole, damping)
@@ -156,13 +155,14 @@ class Solver(ABC):
             products=A.products,
             warm=start is not None,
             residual=None if known is None else known * ratio,
-            damping=solution.report.damping or self.shift(memory) or None,
+            damping=solution.report.damping or damping,
         )
         left = None if solution.residual is None else _tree.scale_(solution.residual, scale)
-        if _tree.not_finite(x):  # larger than its dtype holds
+        too_large = bool(_tree.not_finite(x))  # for its dtype
+        if too_large:
             report = replace(report, status=Status.NOT_FINITE)
         worse = report.residual is not None and report.residual > 1.0 + 1e-6
-        if (report.status is Status.NOT_FINITE and _tree.not_finite(x)) or (report.status.failed and worse):
+        if too_large or (report.status.failed and worse):
             report, x, left = replace(report, residual=1.0), _tree.zeros_like(x), None
         return Solution(x, report, solution.memory, left, None if start is not None else solution.stretch)
 

@@ -33,7 +33,7 @@ _RAISE = 10.0
 _UNSEEN_DAMPING, _UNSEEN_MEMORY = 1.5e-2, 0.7
 _UNDERDAMPED = (Status.NEGATIVE_CURVATURE, Status.DIVERGED)
 _RAISES = 5
-# The first of a run of warm-started solves goes on up to so many steps, while the residual is above this.
+# The first of a run of warm-started solves goes on up to so many steps, while the residual falls and is above this.
 _FIRST_STEPS, _FIRST_RESIDUAL = 20, 0.1
 
 
@@ -245,23 +245,29 @@ class ConjugateGradient(Solver):
             curvature=spectrum,
             detail=detail,
         )
+        left = run.r if x is run.x and not status.failed else None
+        stretch = None if self._preconditioned else run.stretch(damping)
+        return Solution(x, report, self._memory(run, system, damping, report), left, stretch)
+
+    def _memory(self, run: Run, system: System, damping: float, report: Report) -> dict[str, Any]:
+        """What the next solve starts from: pairs, and the damping that it takes."""
         memory = dict(system.memory)
-        if self.recycle and not status.failed:
+        if self.recycle and not report.status.failed:
             memory["pairs"] = [*_kept_pairs(system), *run.pairs][-self.recycle :]
-        if self.damping is None and met is not None:
-            if status in _UNDERDAMPED:
+        if self.damping is None and run.lowest <= run.highest:
+            if report.status in _UNDERDAMPED:
                 memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
             else:
+                assert report.residual is not None
                 floor = _FIRST_DAMPING + _UNSEEN_DAMPING * _unseen(system, memory)
                 memory["damping"] = max(damping / 2.0, floor * run.highest)
-                memory["left"] = residual / system.target
-        left = run.r if x is run.x and not status.failed else None
-        return Solution(x, report, memory, left, None if self._preconditioned else run.stretch(damping))
+                memory["left"] = report.residual / system.target
+        return memory
 
 
 @dataclass(frozen=True, eq=False)
 class _Opening(ConjugateGradient):
-    """Its own steps, and more while the residual is above a tenth of zero's."""
+    """Its own steps, and more while the residual falls, from below zero's to a tenth of that."""
 
     least: int = 0
 
