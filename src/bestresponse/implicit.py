@@ -86,13 +86,15 @@ class Implicit(Method):
             solution = self._solve(passes, train_batch, system, b, resumed)
             missing = self._missing(resumed(system.mixed), solution, b)
             stretch = damping_stretch(solution, b)
+            del b
             mixed = resumed(system.mixed)(solution.x)
             indirect = {n: None if x is None else -x for n, x in mixed.items()}
             result = combine(problem, val_loss, direct, indirect)
             size = result.norm
         singular = ""
         if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
-            singular = singular_operation(passes, train_batch, b)
+            _, again, _ = validation_gradient(passes, val_batch, Reading(passes, train_batch))
+            singular = singular_operation(passes, train_batch, {n: again[n] for n in system.names})
         report = replace(
             solution.report,
             status=self._status(solution.report),
