@@ -33,6 +33,16 @@ def networks() -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
         *(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(3200, 10)),
     )
     yield "two convolutions, batch norm", convolutions, (1, 28, 28)
+    wide = nn.Sequential(
+        *(nn.Conv2d(3, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
+        *(
+            layer
+            for _ in range(3)
+            for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())
+        ),
+        *(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)),
+    )
+    yield "four convolutions of 64 channels", wide, (3, 32, 32)
 
 
 def fit(model: nn.Module, hyper: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
