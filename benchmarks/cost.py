@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse import measuring
+from bestresponse.diagnostics import measuring
 from bestresponse.experiments.classification import Batch, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
-from bestresponse import measuring
+from bestresponse.diagnostics import measuring
 from bestresponse.experiments import augment, data, lstm, models, text
 from bestresponse.experiments.augment_rows import ImageCell
 from bestresponse.experiments.cells import Cell

@@ -33,7 +33,7 @@ from libraries import Tensors, betty, hypergrad, torchopt
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse import measuring
+from bestresponse.diagnostics import measuring
 from bestresponse.experiments import data, plots
 from bestresponse.experiments.classification import predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse import measuring
+from bestresponse.diagnostics import measuring
 from bestresponse.experiments import plots
 from bestresponse.experiments.classification import predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse import _tree, measuring
+from bestresponse import _tree
+from bestresponse.diagnostics import measuring
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
 from bestresponse.experiments.runs import table, versions, write_whole
 
@@ -40,7 +41,6 @@ def vocabulary() -> tuple[nn.Module, Batch]:
 CASES = {"784-128-10": network, "vocabulary of 16,384": vocabulary}
 CURVATURES: dict[str, Callable[[nn.Module], br.Curvature]] = {
     "Hessian": lambda decay: br.Hessian(),
-    "Hessian, forward mode": lambda decay: br.Hessian(mode="forward"),
     "Gauss-Newton, rest a WeightDecay": lambda decay: br.GaussNewton(predict, output_loss, rest=decay),
     "the same, CrossEntropy": lambda decay: br.GaussNewton(
         predict, br.losses.CrossEntropy(lambda batch: batch[1]), rest=decay

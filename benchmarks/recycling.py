@@ -43,7 +43,6 @@ METHODS: dict[str, Callable[[], br.Method]] = {
     "2 steps, warm": lambda: warm(2),
     "3 steps, warm": lambda: warm(3),
     "2 steps, warm, diagonal": lambda: warm(2, diagonal=True),
-    '2 steps, warm, diagonal="estimate"': lambda: warm(2, diagonal="estimate"),
     "2 steps, warm, recycle=10": lambda: warm(2, recycle=10),
     "2 steps, warm, recycle=20": lambda: warm(2, recycle=20),
     "1 step, warm, recycle=20, diagonal": lambda: warm(1, recycle=20, diagonal=True),

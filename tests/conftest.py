@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bestresponse import verification
+from bestresponse.verification import base as verification
 
 torch.set_num_threads(1)  # for problems this small, threads cost more than they give
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import bestresponse as br
-from bestresponse import _random
 from bestresponse.baselines import SearchResult, search, storage, study
 from bestresponse.errors import EvaluationError, SecondDerivativeError
 from bestresponse.hyperparameters import DistilledData, WeightDecay
+from bestresponse.passes import random_state
 
 optuna = pytest.importorskip("optuna")
 
@@ -319,9 +319,9 @@ def test_a_search_is_deterministic_and_leaves_the_random_state_alone(sampler):
     np = pytest.importorskip("numpy")
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
     verbosity = optuna.logging.get_verbosity()
-    before = _random.snapshot()
+    before = random_state.snapshot()
     runs = [search(loss_at, SPACE, sampler=sampler, trials=12, seed=seed) for seed in (7, 7, 8)]
-    after = _random.snapshot()
+    after = random_state.snapshot()
     assert torch.equal(before[0][1], after[0][1])
     assert before[1] == after[1]
     assert (before[2][1][1] == after[2][1][1]).all()

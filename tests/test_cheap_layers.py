@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import bestresponse as br
-from bestresponse import _batch_norm, _convolution
-from bestresponse._forms import second_derivatives
-from bestresponse._tensors import plain
+from bestresponse.passes import batch_norm as batch_norms
+from bestresponse.passes import convolution as convolutions
+from bestresponse.passes.forms import second_derivatives
+from bestresponse.passes.tensors import plain
 
 CONVOLUTIONS = {
     "plain": {},
@@ -266,12 +267,12 @@ def test_hypergradients_are_those_by_torchs_layers(curvature, channels_last, mon
     method = br.Implicit(br.Neumann(3, scale=1e-3), chosen)
     before = copy.deepcopy(model.state_dict())
     used = []
-    monkeypatch.setattr(_convolution, "plain", lambda given: used.append(1) or plain(given))
+    monkeypatch.setattr(convolutions, "plain", lambda given: used.append(1) or plain(given))
     ours = br.hypergradient(problem, (x, y), (x, y), method)
     assert all(torch.equal(a, before[n]) for n, a in model.state_dict().items())
     assert used
-    monkeypatch.setattr(_convolution, "plain", lambda given: False)
-    monkeypatch.setattr(_batch_norm, "plain", lambda given: False)
+    monkeypatch.setattr(convolutions, "plain", lambda given: False)
+    monkeypatch.setattr(batch_norms, "plain", lambda given: False)
     torchs = br.hypergradient(problem, (x, y), (x, y), method)
     for name, h in ours.total.items():
         torch.testing.assert_close(h, torchs.total[name], rtol=1e-8, atol=1e-12)

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import bestresponse as br
-from bestresponse import callbacks
+from bestresponse.runs import callbacks
 
 
 class Shuffled:

@@ -10,7 +10,7 @@ from torch import nn
 
 import bestresponse as br
 from bestresponse import _tree
-from bestresponse._arithmetic import arithmetic
+from bestresponse.passes.arithmetic import arithmetic
 
 
 @pytest.fixture(autouse=True)

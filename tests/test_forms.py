@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
-from bestresponse._forms import first_derivatives, paused, second_derivatives
-from bestresponse._recurrent import gru_step, lstm_step, recurrent, rnn_step
+from bestresponse.passes.forms import first_derivatives, paused, second_derivatives
+from bestresponse.passes.recurrent import gru_step, lstm_step, recurrent, rnn_step
 
 
 def modes():

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
 import cases
-from bestresponse import rules
+from bestresponse.methods import rules
 from bestresponse.testing import check_method
 
 

@@ -7,8 +7,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import bestresponse as br
-from bestresponse import callbacks, hypernetworks
+from bestresponse import hypernetworks
 from bestresponse.hypernetworks import LinearHypernetwork, SelfTuning
+from bestresponse.runs import callbacks
 
 KINDS = {"linear": LinearHypernetwork, "self-tuning": SelfTuning}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

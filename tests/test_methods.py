@@ -141,7 +141,6 @@ def curvature_of(kind, case):
     mean = lambda z, b: losses(z, b).mean()  # noqa: E731
     return {
         "Hessian": lambda: br.Hessian(),
-        "Hessian, forward": lambda: br.Hessian(mode="forward"),
         "FiniteDifference": lambda: br.FiniteDifference(),
         "FiniteDifference, step": lambda: br.FiniteDifference(1e-5),
         "GaussNewton": lambda: br.GaussNewton(predict, mean, rest),
@@ -152,7 +151,6 @@ def curvature_of(kind, case):
 
 CURVATURES = [
     "Hessian",
-    "Hessian, forward",
     "FiniteDifference",
     "FiniteDifference, step",
     "GaussNewton",
@@ -442,7 +440,7 @@ def test_a_warm_method_made_anew_in_a_loop_is_found_out_once():
 def test_repr_prints_the_resolved_method():
     assert repr(br.Implicit()) == (
         "Implicit(solver=ConjugateGradient(max_steps=4, tolerance=1e-06, damping=None, recycle=0, diagonal=False, "
-        "preconditioner=None), curvature=Hessian(mode='reverse'), warm_start=True, estimate_error=True)"
+        "preconditioner=None), curvature=Hessian(), warm_start=True, estimate_error=True)"
     )
     assert not br.Implicit(br.ConjugateGradient()).warm_start
 

@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import bestresponse as br
-from bestresponse._embedding import dense_embeddings
 from bestresponse.hyperparameters import WeightDecay
+from bestresponse.passes.embedding import dense_embeddings
 
 fit = lambda m, h, b: F.mse_loss(m(b[0]), b[1])  # noqa: E731
 regularised = lambda m, h, b: fit(m, h, b) + h(m)  # noqa: E731

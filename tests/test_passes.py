@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
-from bestresponse import _state
 from bestresponse.hyperparameters import WeightDecay
+from bestresponse.passes import module_state
 
 fit = lambda m, h, b: F.mse_loss(m(b[0]), b[1])  # noqa: E731
 regularised = lambda m, h, b: fit(m, h, b) + h(m)  # noqa: E731
@@ -132,7 +132,7 @@ def test_state_after_an_error_is_that_before():
 
 
 def test_state_that_is_too_large_is_named_once(monkeypatch):
-    monkeypatch.setattr(_state, "LARGEST", 20)
+    monkeypatch.setattr(module_state, "LARGEST", 20)
     model = Moving()
     problem, b = problem_of(model), batch()
     with pytest.warns(br.BestResponseWarning, match=r"model\.key\.weight.*not put back"):

@@ -1,7 +1,5 @@
 """What conjugate gradient keeps of earlier solves, and what its report tells."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ import bestresponse as br
 import cases
 from bestresponse import _tree
 from bestresponse.solvers import Status
-from bestresponse.solvers.preconditioning import diagonal_inverse, estimated_diagonal, pair, quasi_newton
+from bestresponse.solvers.preconditioning import diagonal_inverse, pair, quasi_newton
 from bestresponse.testing import linear_systems
 
 SYSTEMS = {system.name: system for system in linear_systems()}
@@ -169,51 +167,6 @@ def test_recycling_with_every_damping_and_diagonal_reaches_the_dense_answer(damp
         assert torch.allclose(
             _tree.flatten(solution.x), torch.linalg.solve(matrix, system.b), rtol=1e-8, atol=1e-12
         )
-
-
-@pytest.mark.parametrize("name", SCALES)
-def test_the_estimated_diagonal_tends_to_the_diagonal(name):
-    system = SYSTEMS[name]
-    state = torch.get_rng_state()
-    estimate = None
-    expected = torch.diagonal(system.matrix)
-    calls = 0
-
-    def product(v):
-        nonlocal calls
-        calls += 1
-        return system.product(v)
-
-    errors = []
-    for _ in range(60):
-        estimate = estimated_diagonal(product, system.tree, estimate)
-        errors.append(float((_tree.flatten(estimate[0]) - expected).norm() / expected.norm()))
-    assert calls == 8 + 59
-    assert estimate[1] == calls
-    assert errors[-1] < 0.15
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_an_estimated_diagonal_solves_a_badly_scaled_system_in_few_steps():
-    scales = torch.logspace(0, 4, 9)
-    matrix = torch.diag(scales) + 0.01 * SYSTEMS["definite"].matrix
-    b = torch.ones(9)
-    plain, estimated = (
-        br.ConjugateGradient(4, damping=1e-6, diagonal=kind).solve(lambda v: {"w": matrix @ v["w"]}, {"w": b})
-        for kind in (False, "estimate")
-    )
-    assert estimated.report.products <= 4 + 8
-    assert estimated.report.residual < 1e-4 < plain.report.residual
-
-
-def test_one_product_that_is_not_finite_does_not_spoil_the_estimate():
-    solver = br.ConjugateGradient(3, damping=0.1, diagonal="estimate")
-    b = {"w": torch.ones(3)}
-    memory = solver.solve(lambda v: _tree.scale(v, 2.0), b).memory
-    bad = solver.solve(lambda v: _tree.scale(v, math.inf), b, memory=memory)
-    assert bad.report.status is Status.NOT_FINITE
-    again = solver.solve(lambda v: _tree.scale(v, 2.0), b, memory=bad.memory)
-    assert again.report.status is Status.CONVERGED
 
 
 def test_curvatures_far_apart_are_not_taken_for_rounding_under_a_preconditioner():

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
-from bestresponse import _graph
-from bestresponse.method import validation_gradient
-from bestresponse.running_statistics import Reading
+from bestresponse.methods.base import validation_gradient
+from bestresponse.passes import graph
+from bestresponse.passes.running_statistics import Reading
 
 
 class Tuned(nn.Module):
@@ -272,7 +272,7 @@ def test_checkpoints_in_both_losses(affine, twice):
             with passes.eval_mode():
                 of_loss = read.gradients(loss, inputs)
             through = read.followed(inputs)
-        found.append([_graph.plus(a, b) for a, b in zip(of_loss, through, strict=True)])
+        found.append([graph.plus(a, b) for a, b in zip(of_loss, through, strict=True)])
         assert read.norms == ("block.2",)
     for a, b in zip(*found, strict=True):
         assert a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-15)

@@ -7,8 +7,8 @@ from torch import nn
 
 import bestresponse as br
 import cases
-from bestresponse import callbacks
 from bestresponse.hyperparameters import WeightDecay
+from bestresponse.runs import callbacks
 from bestresponse.testing import check_method
 
 

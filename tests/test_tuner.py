@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import bestresponse as br
 import cases
-from bestresponse import callbacks
+from bestresponse.runs import callbacks
 
 
 def make(method=None, hidden=None, weight_rate=0.05, **arguments):

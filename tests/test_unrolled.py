@@ -5,9 +5,9 @@ from torch import nn
 
 import bestresponse as br
 import cases
-from bestresponse import rules
+from bestresponse.methods import rules
+from bestresponse.methods.trajectory import Trajectory
 from bestresponse.testing import check_method
-from bestresponse.trajectory import Trajectory
 
 RULES = {
     "SGD": (rules.SGD(), lambda p: torch.optim.SGD(p, 0.1)),

@@ -1,25 +1,35 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
-from . import callbacks, diagnostics, hypernetworks, hyperparameters, losses, rules, solvers, testing
+from . import diagnostics, hypernetworks, hyperparameters, losses, solvers, testing
 from .baselines import SearchResult, search
 from .batches import Batches
-from .curvature import Hessian
-from .direct import Direct
-from .empirical_fisher import EmpiricalFisher
+from .curvatures import (
+    KFAC,
+    Curvature,
+    EmpiricalFisher,
+    FiniteDifference,
+    GaussNewton,
+    Hessian,
+    Linearisation,
+)
 from .errors import BestResponseWarning, Error
-from .finite_difference import FiniteDifference
-from .gauss_newton import GaussNewton
-from .implicit import Implicit
-from .kfac import KFAC
-from .linearisation import Curvature, Linearisation
-from .method import Method, backward, hypergradient
-from .penalty import Penalty
+from .methods import (
+    SAMA,
+    Direct,
+    Forward,
+    Hypergradient,
+    Implicit,
+    Method,
+    Penalty,
+    Unrolled,
+    backward,
+    hypergradient,
+    rules,
+)
 from .problem import Problem
-from .result import Hypergradient
-from .sama import SAMA
+from .runs import callbacks
 from .solvers import MINRES, ConjugateGradient, Exact, Identity, Neumann, Nystrom, Solver, Status
 from .tuner import Tuner
-from .unrolled import Forward, Unrolled
 
 __version__ = "0.1.0"
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import _tree
-from ._processes import refuse_several_processes
-from ._substitution import Loss
+from . import _tree, passes
 from ._tree import Tree
-from ._watch import Watch
+from .distributed import refuse_several_processes
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
-from .passes import Passes
+from .passes.substitution import Loss
+from .passes.watch import Watch
 
 
 class Problem:
@@ -194,7 +193,10 @@ class Problem:
         self, seed: int | None = None, weight_optimizer: Optimizer | None = None, twice: bool = True
     ) -> "Passes":
         """A context in which the losses can be run without a trace, and differentiated ``twice``."""
-        return Passes(self, seed, weight_optimizer, twice)
+        return passes.Passes(self, seed, weight_optimizer, twice)
+
+
+Passes = passes.Passes[Problem]  # the passes of a problem, for annotations
 
 
 @dataclass

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import _tree
 from ._tree import Tree
-from .linearisation import Curvature
-from .method import Method, hypergradient
+from .curvatures import Curvature
+from .methods import Method, hypergradient
 from .problem import Problem
 from .solvers import Solution, Solver, Status
 from .solvers.direct import dense

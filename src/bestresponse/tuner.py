@@ -14,25 +14,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from . import _random, _tree, checkpoint
-from ._checked_loss import checked_loss
-from ._embedding import clip_gradients
-from ._requirements import (
+from . import _tree
+from .batches import weighted
+from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
+from .hyperparameters import orthant_wise
+from .methods import Hypergradient, Implicit, Method
+from .methods.base import check_method, hypergradient_or_nan, unchecked_hypergradient
+from .methods.hypergradient import accumulate, failure, refuse_not_finite, skipped, warn_of_failure
+from .passes import random_state
+from .passes.checked_loss import checked_loss
+from .passes.embedding import clip_gradients
+from .problem import Problem
+from .runs import checkpoint
+from .runs.callbacks import Checkpoint
+from .runs.requirements import (
     check_hyper_optimizer,
     check_weight_optimizer,
     first_settings,
     penalties_at_zero,
     set_groups,
 )
-from ._stream import Stream
-from .batches import weighted
-from .callbacks import Checkpoint
-from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
-from .hyperparameters.orthant import orthant_wise
-from .implicit import Implicit
-from .method import Method, attempt, check_method, differentiate
-from .problem import Problem
-from .result import Hypergradient, accumulate, failure, refuse_not_finite, skipped, warn_of_failure
+from .runs.streams import Stream
 from .solvers.base import require_integer
 
 WeightStep = Callable[[Problem, Any], None]
@@ -198,7 +200,7 @@ class Tuner:
         if self.resumed is not None:
             for name, state in self.resumed["streams"].items():
                 self.streams[name].find(state)
-            _random.restore(self.resumed["random"])
+            random_state.restore(self.resumed["random"])
             self.resumed = None
         return [self.streams[name] for name in collections]
 
@@ -277,8 +279,8 @@ class Tuner:
             )
         number = self.hyper_step + 1
         seed = random.Random(f"{self.seed}/{number}").getrandbits(62)
-        compute = attempt if self.policy == "skip" else differentiate
-        result = compute(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
+        run = hypergradient_or_nan if self.policy == "skip" else unchecked_hypergradient
+        result = run(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
         stepped = self._judge(result, number)
         row = self._row(train_loss, result, number, stepped)
         if stepped:

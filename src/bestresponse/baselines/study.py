@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .. import _random
 from ..errors import ArgumentTypeError, BestResponseWarning, EvaluationError, SecondDerivativeError
+from ..passes import random_state
 from .storage import POLL, no_warnings_of_our_choices
 
 if TYPE_CHECKING:
@@ -213,12 +213,12 @@ def made(trials: "Iterable[FrozenTrial]") -> "list[FrozenTrial]":
 @contextmanager
 def random_state_of(seed: int) -> Iterator[None]:
     """The global generators under a seed, and then as they were."""
-    kept = _random.snapshot()
+    kept = random_state.snapshot()
     try:
-        _random.seed_all(seed)
+        random_state.seed_all(seed)
         yield
     finally:
-        _random.restore(kept)
+        random_state.restore(kept)
 
 
 def _suggested(trial: "Trial", name: str, limits: "Distribution") -> float:

@@ -9,11 +9,12 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from .._twin import tensors_of
 from ..errors import ArgumentTypeError
-from ..method import Method, check_method
+from ..methods import Method
+from ..methods.base import check_method
 from ..problem import Problem
 from ..solvers.base import require_integer
+from ..verification.twin import tensors_of
 from . import derivatives, losses, methods, spectrum
 from .findings import Bench, Finding
 from .methods import Row

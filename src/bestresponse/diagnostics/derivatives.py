@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import _tree
-from .._probe import masked, or_zero, still
-from ..curvature import Hessian
+from ..curvatures import Hessian
+from ..curvatures.finite_difference import Difference
 from ..errors import Error, named
-from ..finite_difference import Difference
 from ..problem import Problem
+from ..verification.probe import masked, or_zero, still
 from .findings import Bench
 
 # A relative distance that no rounding explains, in float64 and below.

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._twin import mapped
 from ..batches import Batches
 from ..errors import Error
 from ..problem import Problem
+from ..verification.twin import mapped
 
 Level = Literal["ok", "note", "warning", "error"]
 

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _graph, _tree
-from .._requirements import check_weight_optimizer
-from .._twin import tensors_of
+from .. import _tree
 from ..errors import named
+from ..passes import graph
+from ..runs.requirements import check_weight_optimizer
+from ..verification.twin import tensors_of
 from .findings import Bench, repeated
 
 _NOISE = 1e-6
@@ -39,9 +40,9 @@ def _dependence(bench: Bench) -> None:
     hyper = problem.hyperparameters
     with problem.undisturbed(bench.seed) as passes:
         train = passes.train_loss(bench.train)
-        of_train = _graph.leaves(train)
+        of_train = graph.leaves(train)
         val = passes.val_loss(bench.val)
-        of_val = _graph.leaves(val)
+        of_val = graph.leaves(val)
     with problem.undisturbed(bench.seed) as passes, passes.eval_mode():
         if problem.val_mode == "eval":
             problem.val_loss(problem.model, problem.hyper, bench.val)

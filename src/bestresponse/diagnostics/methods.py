@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .. import _tree, measuring
+from .. import _tree
 from .._tree import Tree
-from ..direct import Direct
+from ..curvatures import FiniteDifference
 from ..errors import Error
-from ..finite_difference import FiniteDifference
-from ..implicit import Implicit
-from ..method import Method, hypergradient
-from ..penalty import Penalty
-from ..rules import SGD
-from ..sama import SAMA
+from ..methods import SAMA, Direct, Implicit, Method, Penalty, Unrolled, hypergradient
+from ..methods.rules import SGD
 from ..solvers import GMRES, MINRES, ConjugateGradient, Identity, Neumann
-from ..unrolled import Unrolled
+from . import measuring
 from .findings import Bench
 from .spectrum import Spectrum
 

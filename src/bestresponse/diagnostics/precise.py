@@ -1,6 +1,6 @@
 """A copy of a problem, where one can be made, whose tensors may be moved; in float64 rounding does not hide faults."""
 
-from .._twin import LARGEST, doubled, is_alike, tensors_of, twin
+from ..verification.twin import LARGEST, doubled, is_alike, tensors_of, twin
 from .findings import Bench
 
 

@@ -9,7 +9,7 @@ from .. import _tree
 from .._tree import Tree
 from ..errors import Error
 from ..hyperparameters.orthant import fitting, one_sided_, rates_at_zero, stop_at_zero_
-from ..passes import Passes
+from ..problem import Passes
 from .findings import Bench
 
 _MOMENTUM = 0.9

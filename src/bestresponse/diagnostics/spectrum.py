@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from .. import _tree
-from ..curvature import Hessian, linearise
-from ..finite_difference import FiniteDifference
-from ..linearisation import Curvature
+from ..curvatures import Curvature, FiniteDifference, Hessian
+from ..curvatures.several_batches import linear_system
 from ..solvers import MINRES, ConjugateGradient
 from ..solvers.direct import dense
 from .findings import Bench, Level
@@ -57,7 +56,7 @@ def examine(bench: Bench) -> Spectrum | None:
         loss = passes.train_loss(bench.train)
         live = list(problem.weights.values())
         gradients = torch.autograd.grad(loss, live, allow_unused=True)
-        system = linearise(curvature, passes, bench.train)
+        system = linear_system(curvature, passes, bench.train)
         known = dict(zip(problem.weights, gradients, strict=True))
         g = system.responding({n: x for n in system.names if (x := known[n]) is not None})
         if _tree.size(g) <= _DENSE:

@@ -10,23 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import _tree, measuring, rules
+from .. import _tree
 from .._tree import Tree
 from ..baselines import search
-from ..curvature import Hessian
-from ..direct import Direct
-from ..empirical_fisher import EmpiricalFisher
-from ..hypernetworks import LinearHypernetwork, SelfTuning
-from ..hypernetworks.base import Hypernetwork
+from ..curvatures import EmpiricalFisher, Hessian
+from ..diagnostics import measuring
+from ..hypernetworks import Hypernetwork, LinearHypernetwork, SelfTuning
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit
-from ..method import Method, hypergradient
-from ..penalty import Penalty
+from ..methods import SAMA, Direct, Forward, Implicit, Method, Penalty, Unrolled, hypergradient, rules
 from ..problem import Problem
-from ..sama import SAMA
 from ..solvers import ConjugateGradient, Exact, Identity, Neumann
 from ..solvers.direct import dense
-from ..unrolled import Forward, Unrolled
 from . import classification, data, regression
 
 if TYPE_CHECKING:

@@ -11,16 +11,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from .. import callbacks
-from ..direct import Direct
-from ..gauss_newton import GaussNewton
+from ..curvatures import GaussNewton
 from ..hyperparameters import Augmenter, ExampleWeights
-from ..implicit import Implicit
-from ..method import Method
+from ..methods import Direct, Implicit, Method, Unrolled
 from ..problem import Problem
+from ..runs import callbacks
 from ..solvers import ConjugateGradient, Identity, Neumann
 from ..tuner import Tuner
-from ..unrolled import Unrolled
 from . import models
 from .cells import Cell
 from .classification import Batch, val_loss

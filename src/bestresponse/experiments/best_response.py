@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..implicit import Implicit
-from ..method import hypergradient
+from ..methods import Implicit, hypergradient
 from ..problem import Problem
 from ..solvers import Exact
 from . import plots, runs

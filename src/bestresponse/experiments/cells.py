@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .. import callbacks
 from ..errors import ArgumentError
+from ..runs import callbacks
 from ..tuner import Callback, Tuner
 from . import runs
 

@@ -11,15 +11,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .. import callbacks
 from ..errors import ArgumentError
 from ..hyperparameters import DistilledData
-from ..implicit import Implicit
-from ..method import Method
+from ..methods import Implicit, Method, Unrolled
 from ..problem import Problem
+from ..runs import callbacks
 from ..solvers import ConjugateGradient
 from ..tuner import Tuner
-from ..unrolled import Unrolled
 from . import data, distilled_set, runs, softmax
 from .distilled_set import Recipe, draw
 from .options import Options, Preset

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit
-from ..method import Method, hypergradient
+from ..methods import Hypergradient, Implicit, Method, hypergradient
 from ..problem import Problem
-from ..result import Hypergradient
 from ..solvers import ConjugateGradient, Exact, Identity, Neumann
 from ..tuner import Tuner
 from . import data, plots, runs

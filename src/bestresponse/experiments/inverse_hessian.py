@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from .. import _tree
-from ..curvature import Hessian
+from ..curvatures import Hessian, Linearisation
 from ..errors import ArgumentError
 from ..hyperparameters import WeightDecay
-from ..linearisation import Linearisation
 from ..problem import Problem
 from ..solvers import Neumann, Solver
 from ..solvers.direct import dense

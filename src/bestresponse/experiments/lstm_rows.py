@@ -8,16 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from .. import callbacks
 from ..baselines import search
-from ..direct import Direct
-from ..gauss_newton import GaussNewton
+from ..curvatures import GaussNewton
 from ..hypernetworks import SelfTuning
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit
 from ..losses import CrossEntropy
-from ..method import Method
+from ..methods import Direct, Implicit, Method
 from ..problem import Problem
+from ..runs import callbacks
 from ..solvers import Identity, Neumann
 from ..tuner import Tuner
 from . import language, text

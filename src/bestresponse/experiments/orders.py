@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import measuring
-from ..direct import Direct
-from ..hypernetworks import LinearHypernetwork, SelfTuning
-from ..hypernetworks.base import Hypernetwork
-from ..implicit import Implicit
-from ..method import Method, hypergradient
+from ..diagnostics import measuring
+from ..hypernetworks import Hypernetwork, LinearHypernetwork, SelfTuning
+from ..methods import Direct, Forward, Implicit, Method, Unrolled, hypergradient
 from ..problem import Problem
 from ..solvers import ConjugateGradient, Neumann
-from ..unrolled import Forward, Unrolled
 
 Work = Callable[[Problem, int], object]
 

@@ -12,16 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .. import callbacks
+from ..curvatures import GaussNewton
 from ..errors import ArgumentError
-from ..gauss_newton import GaussNewton
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit
-from ..method import Method
+from ..methods import Implicit, Method, Unrolled
 from ..problem import Problem
+from ..runs import callbacks
 from ..solvers import ConjugateGradient, Identity, Neumann
 from ..tuner import Tuner
-from ..unrolled import Unrolled
 from . import data, models, plots, runs
 from .classification import Batch, output_loss, predict, train_loss, val_loss
 from .options import Options, Preset

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from ..callbacks import replace_text, to_json
 from ..errors import ArgumentError
+from ..runs.callbacks import replace_text, to_json
 
 # What does not change where a run goes.
 _MAY_CHANGE = {"preset", "steps", "save_every", "resume", "threads", "device", "data_dir", "out"}

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _tree
-from ..curvature import Hessian
+from ..curvatures import Hessian
 from ..errors import ArgumentError
-from ..implicit import Implicit
-from ..method import hypergradient
+from ..methods import Implicit, hypergradient
 from ..problem import Problem
 from ..solvers import Exact
 from ..solvers.direct import dense

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..errors import ArgumentError
 from ..hyperparameters import WeightDecay
-from ..implicit import Implicit
+from ..methods import Implicit
 from ..problem import Problem
 from ..tuner import Tuner
 from . import data, plots, runs

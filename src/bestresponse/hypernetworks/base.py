@@ -7,11 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import _graph, _tree
-from .._checked_loss import checked_loss
+from .. import _tree
 from .._tree import Tree
-from .._watch import unmoved
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
+from ..passes import graph
+from ..passes.checked_loss import checked_loss
+from ..passes.watch import unmoved
 from ..problem import Problem
 from ..solvers.base import require_integer
 from .template import Template
@@ -168,7 +169,7 @@ class Hypernetwork(nn.Module, ABC):
         ):
             loss = checked_loss(name, self._template.run(function, weights, values, batch))
         self._template.refuse_captured(name, loss, [*weights.values(), *values.values()])
-        met = set(_graph.nodes([loss], until=weights.values()))
+        met = set(graph.nodes([loss], until=weights.values()))
         reached = {**self._reached, name: {n for n, x in values.items() if x.grad_fn in met}}
         self._refuse_unreached(reached)
         self._reached = reached

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _graph
-from .._substitution import no_checkpoints, places, refuse_max_norm
 from .._tree import Tree
 from ..errors import ArgumentError, EvaluationError
+from ..passes import graph
+from ..passes.substitution import no_checkpoints, places, refuse_max_norm
 from ..problem import Problem
 
 
@@ -78,7 +78,7 @@ class Template(nn.Module):
 
     def refuse_captured(self, name: str, loss: Tensor, substitutes: Iterable[Tensor]) -> None:
         """Raise where a loss that ran `watched` used an original, or a stand-in, beside the substitutes."""
-        reached = _graph.leaves(loss, until=substitutes)
+        reached = graph.leaves(loss, until=substitutes)
         captured = [key for key, tensors in self._replaced.items() if reached & set(map(id, tensors))]
         if captured:
             raise EvaluationError(

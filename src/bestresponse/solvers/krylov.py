@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from .. import _tree
 from .._tree import Tree
@@ -15,7 +15,6 @@ from .preconditioning import (
     Preconditioner,
     check_preconditioner,
     diagonal_inverse,
-    estimated_diagonal,
     given_inverse,
     pair,
     quasi_newton,
@@ -65,23 +64,21 @@ class ConjugateGradient(Solver):
             limited-memory quasi-Newton preconditioner; 0 keeps none. It pays where successive systems
             change little, as with full batches.
         diagonal: precondition with the diagonal that the problem knows (a weight decay knows its own),
-            where it knows one; or with an "estimate" of A's whole diagonal, which costs eight products at
-            first and one each later call, and is averaged over the last twenty or so. With ``recycle`` it
-            is the initial matrix.
+            where it knows one. With ``recycle`` it is the initial matrix.
         preconditioner: M⁻¹ as a function r ↦ M⁻¹ r of dicts of tensors, symmetric and positive definite; or a
             curvature with an inverse, such as `KFAC`, which `bestresponse.Implicit` takes at the weights and the
             batch of each call; a first solve that has yet to choose its damping goes without that. With
             ``recycle`` it is the initial matrix.
 
     Reference: Hestenes and Stiefel (1952); for hypergradients, and tolerances that shrink, Pedregosa (2016); for
-    ``recycle``, Morales and Nocedal (2000); for the estimate of the diagonal, Bekas, Kokiopoulou and Saad (2007).
+    ``recycle``, Morales and Nocedal (2000).
     """
 
     max_steps: int = 20
     tolerance: Tolerance = 1e-6
     damping: float | None = 0.0
     recycle: int = 0
-    diagonal: bool | Literal["estimate"] = False
+    diagonal: bool = False
     preconditioner: Any = None
 
     def __post_init__(self) -> None:
@@ -92,10 +89,8 @@ class ConjugateGradient(Solver):
             required = "≥ 0 and finite, or None"
             require(0 <= self.damping < math.inf, "ConjugateGradient.damping", required, self.damping)
         require_integer("ConjugateGradient.recycle", self.recycle, 0)
-        if not isinstance(self.diagonal, bool) and self.diagonal != "estimate":
-            raise ArgumentError(
-                f'ConjugateGradient.diagonal must be True, False or "estimate"; got {self.diagonal!r}.'
-            )
+        if not isinstance(self.diagonal, bool):
+            raise ArgumentError(f"ConjugateGradient.diagonal must be True or False; got {self.diagonal!r}.")
         check_preconditioner("ConjugateGradient", self.preconditioner)
         if self.preconditioner is not None and self.diagonal:
             raise ArgumentError(
@@ -191,15 +186,8 @@ class ConjugateGradient(Solver):
         return run.residual > goal and run.step < self.max_steps
 
     def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
-        """The same for the whole solve. A solve that has yet to choose its damping has none.
-
-        An estimate of the diagonal is refreshed here.
-        """
-        diagonal = system.diagonal if self.diagonal is True else None
-        if self.diagonal == "estimate":
-            estimate = estimated_diagonal(system.A, system.b, system.memory.get("diagonal"))
-            system.memory = {**system.memory, "diagonal": estimate}
-            diagonal = estimate[0]
+        """The same for the whole solve. A solve that has yet to choose its damping has none."""
+        diagonal = system.diagonal if self.diagonal else None
         initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
         if self.preconditioner is not None:
             initial = given_inverse(self.preconditioner, system, damping)

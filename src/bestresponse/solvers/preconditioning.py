@@ -9,11 +9,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, ArgumentTypeError
-from .system import Product, System
-
-_FIRST_ESTIMATE = 8
-_REFRESH = 1
-_FORGETTING = 0.05
+from .system import System
 
 Preconditioner = Callable[[Tree], Tree]
 # A direction s and its product y = (A + δI) s as vectors, both divided by √sᵀy, so that sᵀy = 1.
@@ -85,29 +81,6 @@ def diagonal_inverse(diagonal: Tree, damping: float) -> Preconditioner:
     shift = damping or sum(float(d.sum()) for d in size.values()) / _tree.size(size) or 1.0
     inverse = {name: 1.0 / (d + shift) for name, d in size.items()}
     return lambda r: {name: x * inverse[name] for name, x in r.items()}
-
-
-def estimated_diagonal(A: Product, like: Tree, earlier: tuple[Tree, int] | None) -> tuple[Tree, int]:
-    """Diag A as the running mean of z ⊙ A z over random signs z, and the number of products in it.
-
-    E z ⊙ A z = diag A, since E z_i z_j = 0. The signs come from a generator of their own.
-    """
-    total, count = earlier or (_tree.zeros_like(like), 0)
-    if not _tree.same_layout(total, like):
-        total, count = _tree.zeros_like(like), 0
-    for _ in range(_REFRESH if count else _FIRST_ESTIMATE):
-        count += 1
-        generator = torch.Generator().manual_seed(count)
-        signs = {
-            name: (2.0 * torch.randint(2, x.shape, generator=generator) - 1.0).to(x.device, x.dtype)
-            for name, x in like.items()
-        }
-        product = A(signs)
-        if _tree.not_finite(product):
-            continue  # it would stay in the mean for good
-        rate = max(1.0 / count, _FORGETTING)
-        total = {name: x + rate * (signs[name] * product[name] - x) for name, x in total.items()}
-    return total, count
 
 
 def quasi_newton(pairs: Sequence[Pair], initial: Preconditioner | None) -> Preconditioner:

@@ -1,0 +1,18 @@
+"""What is A? Matrices that stand for the curvature of the training loss."""
+
+from .base import Curvature, Linearisation
+from .empirical_fisher import EmpiricalFisher
+from .finite_difference import FiniteDifference
+from .gauss_newton import GaussNewton
+from .hessian import Hessian
+from .kfac import KFAC
+
+__all__ = [
+    "KFAC",
+    "Curvature",
+    "EmpiricalFisher",
+    "FiniteDifference",
+    "GaussNewton",
+    "Hessian",
+    "Linearisation",
+]

@@ -1,0 +1,249 @@
+"""Products with the curvature, and the mixed term, as differences of two training gradients."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from .._tree import Tree
+from ..errors import ArgumentError, EvaluationError, NotFiniteError, named
+from ..passes import graph
+from ..passes.arithmetic import arithmetic
+from ..passes.resolution import APART, Circumstances, refuse_half_precision, relative_distance, sizes
+from ..passes.substitution import refuse_max_norm
+from ..problem import Passes, Problem
+from ..solvers.base import require, require_number
+from . import kinks
+from .base import Curvature, Linearisation, reached_weights
+
+# What the first step is multiplied by, in turn, until two are close; and a step beyond which none is tried.
+_FACTORS = (1.0, 1 / 4, 4.0, 1 / 16, 16.0)
+_LARGEST = 0.5
+Derivatives = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class FiniteDifference(Curvature):
+    """A v ≈ (g(w + εv) − g(w − εv)) / 2ε, and the mixed term likewise: no second derivative is asked for.
+
+    For models whose operations have none (fused attention, custom kernels). Each product costs two
+    training gradients. The weights are perturbed in place and put back by copy; both sides see the
+    same random state and buffers.
+
+    ε is such that no tensor of weights changes by more than ``step`` of its size, as root mean squares over its
+    entries: max over tensors of ε ‖v‖ / ‖w‖ = step. A tensor smaller than the geometric mean of all, such as a fresh
+    bias, counts as that large.
+
+    The first product and the first mixed term are verified by half the step, at two training gradients each. Where
+    they differ, at most four other steps are tried, and the best is kept: ``problem.state(curvature)`` shows it. This
+    is done again when a tensor has doubled or halved, and for each new object: make the curvature once. Products along
+    the solution are compared once too, and there is a warning where two steps of them differ by more than 10 %.
+
+    In float64 products are right to 1e-8 to 1e-10, in float32 to about 1e-3 on smooth networks. In bfloat16 (autocast,
+    frozen layers) those verified are right to 1 to 13 %, or refused. *On networks with kinks (ReLU, max pooling) a
+    float32 difference crosses them and can be wrong by more than the product itself*: there is a warning, and
+    `Hessian` or float64 to use instead.
+
+    Args:
+        step: None takes half the cube root of the precision in which the training loss computes, which balances
+            rounding and truncation, or what the verification finds. A number between 0 and 1 is used as it is, and
+            verified too.
+
+    Raises:
+        ArgumentError: weights in half precision, which rounds the perturbation away; or a step below the precision of
+            the loss, likewise.
+        EvaluationError: the loss computes in half precision or TensorFloat-32, and two steps differ by more than 10 %.
+    """
+
+    step: float | None = None
+
+    twice = False
+
+    def __post_init__(self) -> None:
+        if self.step is not None:
+            require_number("FiniteDifference.step", self.step)
+            require(0.0 < self.step < 1.0, "FiniteDifference.step", "between 0 and 1, or None", self.step)
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        return Difference(passes, batch, self.step, passes.problem.state(self).memory)
+
+
+class Difference(Linearisation):
+    """The training gradient, linearised by differences.
+
+    Args:
+        step: the relative step; None chooses it.
+        memory: what was verified before, which is added to; None verifies nothing.
+
+    Attributes:
+        step: the relative step to begin with.
+        arithmetic: the precision in which the loss computes.
+    """
+
+    def __init__(
+        self, passes: Passes, batch: Any, step: float | None, memory: dict[str, Any] | None = None
+    ) -> None:
+        self._passes, self._batch, self._memory, self._fixed = passes, batch, memory, step is not None
+        refuse_max_norm(passes.problem.model, "FiniteDifference")
+        loss = passes.train_loss(batch)
+        self.reached = graph.leaves(loss)
+        self.names = reached_weights(passes.problem, self.reached)
+        self._weights = {n: passes.problem.weights[n] for n in self.names}
+        of_hyper = {n: p for n, p in passes.problem.hyperparameters.items() if id(p) in self.reached}
+        self._inputs: dict[str, dict[str, Any]] = {"products": self._weights, "mixed": of_hyper}
+        refuse_half_precision("FiniteDifference", self._weights)
+        self.kinks = kinks.find(passes.problem, loss)
+        self._kinks = _kinks(loss)
+        self.arithmetic = arithmetic(loss)
+        self.step = step if step is not None else 0.5 * math.cbrt(self.arithmetic.eps)
+        if self.step <= self.arithmetic.eps:
+            raise ArgumentError(
+                f"FiniteDifference.step must be above {self.arithmetic.eps:.1g}, the precision of train_loss, which "
+                f"computes in {self.arithmetic.name}; got {self.step}. Leave it out: it is then chosen."
+            )
+        self._warned = _warn_of_kinks(passes.problem, self._kinks, self._weights)
+        self._here = Circumstances(self.arithmetic, sizes(self._weights))
+        self._say()
+
+    def __call__(self, v: Tree) -> Tree:
+        difference = self._verified("products", v)
+        return {n: torch.zeros_like(v[n]) if x is None else x for n, x in difference.items()}
+
+    def mixed(self, v: Tree, last: bool = True) -> Derivatives:
+        # What is not the last is an estimate of an error, along a direction that may be rounding.
+        difference = self._verified("mixed", v, only_known=not last)
+        return dict.fromkeys(self._passes.problem.hyperparameters) | difference
+
+    def _verified(self, kind: str, v: Tree, only_known: bool = False) -> Derivatives:
+        """The difference by the step of this kind, which is verified where it has not been."""
+        known, products = self._known(kind), self._known("products")
+        begin = (known or products or {"step": self.step})["step"]
+        size = self._relative(v)
+        if size == 0.0 or not self._inputs[kind]:
+            return {n: torch.zeros_like(x) for n, x in self._inputs[kind].items()}
+        if known is not None or only_known or self._memory is None:
+            return self._difference(begin / size, v, kind)[kind]
+        # The mixed term goes along the solution, where products matter most: those are verified there once more.
+        kinds = ("products", "mixed") if kind == "mixed" and products else (kind,)
+        step, apart, found = self._search(begin, size, v, kinds)
+        self._judge(kind, apart)
+        self._memory[kind] = self._here.data(step=step, apart=apart)
+        self._say()
+        return found
+
+    def _known(self, kind: str) -> dict[str, Any] | None:
+        """What was verified, unless the weights or the arithmetic are others now."""
+        known: dict[str, Any] | None = (self._memory or {}).get(kind)
+        return known if self._here.same(known) else None
+
+    def _search(
+        self, begin: float, size: float, v: Tree, kinds: tuple[str, ...]
+    ) -> tuple[float, float, Derivatives]:
+        """A step for the last of the kinds; how far it is from half of it, and its difference: the best of some.
+
+        The first step, the only one where the caller gave it, is verified for the other kinds too.
+        """
+        close = min(APART, math.cbrt(self.arithmetic.eps))
+        others, best, apart = kinds[:-1], begin, math.inf
+        found: Derivatives = {}
+        for factor in _FACTORS if not self._fixed else _FACTORS[:1]:
+            step = begin * factor
+            if factor > 1.0 and step > _LARGEST:
+                continue
+            distances, differences = self._apart(step / size, v, kinds)
+            for other in others:
+                self._judge(other, distances[other], later=True)
+            others, kinds = (), kinds[-1:]
+            if distances[kinds[0]] < apart or not found:
+                best, apart, found = step, distances[kinds[0]], differences.get(kinds[0], {})
+            if apart <= close:
+                break
+        # Where no step leads to finite losses there is no difference, and this raises.
+        return best, apart, found or self._difference(best / size, v, *kinds)[kinds[0]]
+
+    def _apart(
+        self, step: float, v: Tree, kinds: tuple[str, ...]
+    ) -> tuple[dict[str, float], dict[str, Derivatives]]:
+        """How far apart the differences of this step and its half are, relatively; and those of this step."""
+        try:
+            whole, half = (self._difference(x, v, *kinds) for x in (step, step / 2.0))
+        except NotFiniteError:
+            return dict.fromkeys(kinds, math.inf), {}
+        return {kind: relative_distance(whole[kind], half[kind]) for kind in kinds}, whole
+
+    def _judge(self, kind: str, apart: float, later: bool = False) -> None:
+        """Raise or warn where two steps disagree; of products along the solution, after others were good, warn."""
+        if apart <= APART:
+            return
+        what = "a mixed term" if kind == "mixed" else "products along the solution" if later else "products"
+        said = (
+            f"FiniteDifference needs a train_loss that resolves small changes of the weights, and whose gradient is "
+            f"smooth over its step; it computes in {self.arithmetic.name}"
+            f"{f', has kinks ({named(self._kinks)})' if self._kinks else ''}, and two steps give {what} that differ by "
+            f"{apart:.0%}. "
+        )
+        if self.arithmetic.low:
+            said += (
+                "Compute train_loss in float32 (without autocast, and frozen layers in float32), or use Hessian(), "
+                f"whose products are good in {self.arithmetic.name}."
+            )
+            if not later:
+                raise EvaluationError(said)
+        else:
+            said += "Look for kinks and rounding in train_loss; use Hessian(), or float64."
+        if self.arithmetic.low or not self._warned:
+            self._passes.problem.warn_once("steps apart", said)
+
+    def _say(self) -> None:
+        """What the report should say: how good differences in low precision are."""
+        known = [x["apart"] for kind in ("products", "mixed") if (x := self._known(kind))]
+        if known and self.arithmetic.low:
+            self.detail = (
+                f"differences in {self.arithmetic.name}, two steps of which are {max(known):.1%} apart"
+            )
+
+    def _relative(self, v: Tree) -> float:
+        """The largest root mean square of a tensor of ``v`` in units of its weights' size; zero for zeros."""
+        norm = _tree.norm(v)
+        if norm == 0.0:
+            return 0.0
+        extreme = not 1e-15 < norm < 1e15  # squares would underflow or overflow
+        found = _tree.root_mean_squares(_tree.scale(v, 1.0 / norm) if extreme else v)
+        return max(x / self._here.sizes[n] for n, x in found.items()) * (norm if extreme else 1.0)
+
+    def _difference(self, step: float, v: Tree, *kinds: str) -> dict[str, Derivatives]:
+        """By kind: (∂L_T/∂inputs at w + εv less that at w − εv) / 2ε."""
+        inputs = [x for kind in kinds for x in self._inputs[kind].values()]
+        ahead, behind = (self._gradient_at(x, v, inputs) for x in (step, -step))
+        found = iter(
+            None if a is None or b is None else (a - b) / (2.0 * step)
+            for a, b in zip(ahead, behind, strict=True)
+        )
+        return {kind: {n: next(found) for n in self._inputs[kind]} for kind in kinds}
+
+    def _gradient_at(self, step: float, v: Tree, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        with _tree.put_back(self._weights):
+            with torch.no_grad():
+                for name, w in self._weights.items():
+                    w.add_(v[name], alpha=step)
+            loss = self._passes.train_loss(self._batch)
+            return torch.autograd.grad(loss, inputs, allow_unused=True)
+
+
+def _kinks(loss: Tensor) -> list[str]:
+    return sorted({n.name() for n in graph.nodes([loss]) if n.name().startswith(graph.KINKED)})
+
+
+def _warn_of_kinks(problem: Problem, kinks: Sequence[str], weights: Mapping[str, Tensor]) -> bool:
+    if not kinks or all(w.dtype == torch.float64 for w in weights.values()):
+        return False
+    problem.warn_once(
+        "kinks",
+        f"FiniteDifference needs a smooth training loss in float32; got {kinks}, whose kinks a "
+        "difference crosses, so that products can be wrong by more than their size. Use Hessian, or float64.",
+    )
+    return True

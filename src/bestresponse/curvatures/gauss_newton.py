@@ -1,0 +1,97 @@
+"""The Gauss-Newton curvature: positive semi-definite where the loss is convex in the model's outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._tree import Tree
+from ..passes import graph
+from ..problem import Passes
+from .base import Curvature, Linearisation
+from .outputs import filled, output_hessian, with_graph
+from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
+
+
+@dataclass(frozen=True, eq=False)
+class GaussNewton(Curvature):
+    """A = Jᵀ H J + R, with J = ∂outputs/∂w, H = ∂²loss/∂outputs² and R the exact Hessian of ``rest``.
+
+    For train_loss = loss(predict(model, hyper, batch), batch) + rest(model, hyper, batch). Only the
+    curvature is approximated: the mixed term is that of the whole training loss. A is positive
+    semi-definite where loss is convex in the outputs (cross-entropy, squared error) and rest is convex
+    in the weights, and equals the Hessian where predict is linear in them.
+
+    Give ``rest`` where there is one. A module with a ``curvature_diagonal``, such as `WeightDecay`, may
+    be given itself: it is called with the model, and its part of a product is one multiplication. Where its class has
+    a ``mixed_product`` beside that and its ``forward``, the mixed term takes it. Without
+    ``rest`` it is train_loss − loss(predict(...)), under the same random state: right, at the cost of a
+    Hessian product more for each product.
+
+    Args:
+        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors. Where the loss
+            weighs its terms by hyperparameters, they are handed on as outputs too.
+        loss: (outputs, batch) -> scalar, which may not depend on the weights but through the outputs. One
+            with a method ``output_hessian(outputs, batch)`` that returns the map u ↦ H u uses that, as
+            `losses.CrossEntropy` does; for any other H is by autograd.
+        rest: (model, hyper, batch) -> scalar, what train_loss adds to the loss of the outputs.
+
+    Raises:
+        EvaluationError: on a problem's first call, loss(predict) + rest differs from train_loss.
+        SecondDerivativeError: an operation of the training loss has no second derivative.
+
+    Reference: Schraudolph (2002); Martens (2010).
+    """
+
+    predict: Predict
+    loss: OutputLoss
+    rest: Rest | nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        check_parts(self)
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        return _OuterProduct(self, passes, batch)
+
+
+class _OuterProduct(SplitLinearisation):
+    """Jᵀ H J by two passes through one graph: Jᵀu is linear in u, so that its derivative along v is J v."""
+
+    def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
+        def again() -> Any:
+            passes.replay()
+            return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
+
+        self._again: Callable[[], Any] = again
+        return again()
+
+    def prepare(self, loss: OutputLoss, outputs: Any, moving: list[Tensor], batch: Any) -> None:
+        self._outputs = moving
+        self._weigh = output_hessian(loss, outputs, moving, batch)
+        self._dummies = [torch.zeros_like(x, requires_grad=True) for x in moving]
+        pulled = torch.autograd.grad(
+            moving, self.weights, self._dummies, create_graph=True, allow_unused=True
+        )
+        self._pulled = self.inspected(pulled)
+
+    def outputs(self) -> list[Tensor]:
+        return with_graph(self._again(), self._owner)
+
+    def pushed(self, v: Tree) -> list[Tensor]:
+        return filled(graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
+
+    def outer(self, v: Tree) -> Tree:
+        pushed = self.pushed(v)
+        products = torch.autograd.grad(
+            self._outputs,
+            self.weights,
+            self._weigh(pushed),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return dict(zip(self.names, filled(products, self.weights), strict=True))
+
+    def free(self) -> None:
+        self._outputs, self._pulled, self._weigh = [], {}, list

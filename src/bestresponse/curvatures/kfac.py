@@ -1,0 +1,286 @@
+"""Kronecker factors of the Gauss-Newton matrix, layer by layer."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .. import _tree
+from .._tree import Tree
+from ..batches import weighted
+from ..errors import named
+from ..passes import graph
+from ..problem import Passes, Problem
+from ..solvers.base import require_integer
+from .base import Curvature, Linearisation
+from .kronecker import Layer, supported
+from .outputs import output_root, with_graph
+from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
+
+# The share of the largest eigenvalue that steadies a preconditioner.
+_STEADY = 0.1
+
+Calls = dict[nn.Module, list["Call"]]
+
+
+@dataclass(frozen=True, eq=False)
+class KFAC(Curvature):
+    """A = blockdiag_l(A_l ⊗ G_l) + ∂²rest/∂w²: the Gauss-Newton matrix by Kronecker factors, one block for a layer.
+
+        A_l = (1/M) Σ_m a_m a_mᵀ,   G_l = Σ_m g_m g_mᵀ,   g = (∂outputs/∂s_l)ᵀ S,   S Sᵀ = ∂²loss/∂outputs²
+
+    a_m are the inputs of the layer with a one for its bias, s_m = W a_m its outputs, and M counts the examples, and the
+    places in a sequence or image that share the layer; G_l sums over the columns of S as well. For linear,
+    convolutional and embedding layers; other weights (norms, recurrent cells, weights of more than one layer, or
+    that functions use, or with more than 4,096 inputs or outputs) get an unbiased estimate of the Gauss-Newton
+    diagonal, and the report names them. The Hessian of ``rest`` is exact, as in `GaussNewton`; the mixed term is
+    that of the whole training loss.
+
+    It equals `GaussNewton` for one linear layer, under squared error or for one example. Elsewhere it is an
+    approximation, and its use is as a preconditioner of any curvature, ``ConjugateGradient(preconditioner=KFAC(...))``:
+    then nothing of the answer depends on it. Making it costs a forward pass, a backward pass for each column of S, and
+    the eigenvalues of each factor, which `Report.products` does not count.
+
+    Args:
+        predict, loss, rest: as in `GaussNewton`. The loss is convex in the outputs, and no term of it couples
+            examples, which the first dimension of the outputs counts; a mean over them is meant. Of a preconditioner
+            they are not compared with train_loss, and of ``rest`` only a known diagonal counts.
+        samples: the number of random columns of S; None takes all of them, as many as an example has outputs.
+
+    Raises:
+        EvaluationError: the loss couples examples, or is not convex in the outputs; as a curvature, loss(predict)
+            + rest differs from train_loss.
+
+    Reference: Martens and Grosse (2015); Grosse and Martens (2016); Eschenhagen et al. (2023), "expand".
+    """
+
+    predict: Predict
+    loss: OutputLoss
+    rest: Rest | nn.Module | None = None
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        check_parts(self)
+        if self.samples is not None:
+            require_integer("KFAC.samples", self.samples, 1)
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        return _Kronecker(self, passes, batch)
+
+    def inverse(self, passes: Passes, batch: Any) -> "Inverted":
+        """Maps a damping δ to the preconditioner r ↦ (A + (δ + 0.1 λ_max) I)⁻¹ r, by the eigenvalues of the factors.
+
+        A layer's diagonal of ``rest`` is its mean there. The tenth of the largest eigenvalue of all blocks is for
+        directions whose curvature the factors miss, which slow conjugate gradient down without it. Of several
+        `Batches` the factors are the means.
+        """
+        problem = passes.problem
+        total: Factors | None = None
+        for number, (piece, weight) in enumerate(weighted(batch)):
+            with passes.numbered(number), passes.unmoved("KFAC.predict"), _captured(problem) as calls:
+                passes.replay()
+                outputs = self.predict(problem.model, problem.hyper, piece)
+            factors = Factors(problem, calls, self, outputs, with_graph(outputs, "KFAC"), piece)
+            total = factors.scaled(weight) if total is None else total.plus(factors.scaled(weight))
+        assert total is not None
+        known = getattr(self.rest, "curvature_diagonal", None)
+        with torch.no_grad():
+            return Inverted(total, dict(known(problem.model)) if known is not None else {})
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: its input, the input's version then, and the place of its output in the graph."""
+
+    x: Tensor
+    version: int
+    edge: GradientEdge
+
+
+@contextmanager
+def _captured(problem: Problem) -> Iterator[Calls]:
+    """Record the calls of the layers that have factors, while predict runs."""
+    names = {id(w): n for n, w in problem.weights.items()}
+    calls: Calls = {}
+
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        # Others may have been put in the place of the weights.
+        ours = id(module._parameters["weight"]) in names
+        if not ours or not isinstance(output, Tensor) or not output.requires_grad:
+            return output
+        x = args[0] if args else kwargs["input"]
+        # An activation may write over the output in place, and that of a linear layer may be a view, whose place in
+        # the graph is then another: the copy keeps its own.
+        output = output.clone()
+        version = 0 if x.is_inference() else x._version
+        calls.setdefault(module, []).append(Call(x.detach(), version, get_gradient_edge(output)))
+        return output
+
+    with ExitStack() as stack:
+        for module in problem.model.modules():
+            if supported(module) and id(module._parameters["weight"]) in names:
+                # The first of the module's hooks, so that it sees what the layer itself makes.
+                handle = module.register_forward_hook(record, with_kwargs=True, prepend=True)
+                stack.callback(handle.remove)
+        yield calls
+
+
+class Factors:
+    """The Kronecker factors of each layer, and the diagonal for the weights without any.
+
+    Attributes:
+        layers: by the name of the weight.
+        diagonal: by weight.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        calls: Calls,
+        curvature: KFAC,
+        outputs: Any,
+        moving: Sequence[Tensor],
+        batch: Any,
+    ) -> None:
+        names = {id(w): n for n, w in problem.weights.items()}
+        # Others are hyperparameters that predict hands on to the loss.
+        wanted = [bool(graph.leaves(x) & names.keys()) for x in moving]
+        columns = _columns(curvature, outputs, moving, wanted, batch)
+        moving = list(compress(moving, wanted))
+        uses = graph.uses(moving)
+        made = _alone(calls, uses, set(graph.nodes(moving)))
+        found = {m: Layer(m, names, uses, [call.x for call in of_layer]) for m, of_layer in made.items()}
+        self.layers = {layer.weight: layer for layer in found.values()}
+        covered = {name for layer in self.layers.values() for name in layer.names}
+        others = {n: w for n, w in problem.weights.items() if n not in covered and id(w) in uses}
+        self.diagonal: Tree = _tree.zeros_like(others)
+        edges = [call.edge for of_layer in made.values() for call in of_layer]
+        inputs: list[Any] = [*edges, *others.values()]
+        for u in columns if inputs else ():
+            slopes = torch.autograd.grad(moving, inputs, u, retain_graph=True, allow_unused=True)
+            following = iter(slopes)
+            for module, of_layer in made.items():
+                found[module].add_slopes([next(following) for _ in of_layer])
+            for name, slope in zip(others, following, strict=True):
+                if slope is not None:
+                    self.diagonal[name] += slope.square()
+
+    def scaled(self, weight: float) -> "Factors":
+        """These factors, with a weight."""
+        for layer in self.layers.values():
+            layer.scale_(weight)
+        self.diagonal = {n: weight * d for n, d in self.diagonal.items()}
+        return self
+
+    def plus(self, other: "Factors") -> "Factors":
+        """These factors and those of another batch, which may have run other layers."""
+        for name, one in other.layers.items():
+            if name in self.layers:
+                self.layers[name].add_(one)
+            else:
+                self.layers[name] = one
+        for name, d in other.diagonal.items():
+            self.diagonal[name] = d + self.diagonal[name] if name in self.diagonal else d
+        return self
+
+    def product(self, v: Tree) -> Tree:
+        """C v."""
+        total = {n: self.diagonal[n] * x if n in self.diagonal else torch.zeros_like(x) for n, x in v.items()}
+        for layer in self.layers.values():
+            total.update(layer.product(v))
+        return total
+
+    @property
+    def detail(self) -> str:
+        """Which weights have no factors."""
+        return f"KFAC by its diagonal: {named(self.diagonal)}" if self.diagonal else ""
+
+
+class Inverted:
+    """Maps a damping to the inverse of the factors, the diagonal of the rest and that damping.
+
+    Attributes:
+        detail: what the report should say of it.
+    """
+
+    def __init__(self, factors: Factors, rest: Tree) -> None:
+        self.detail = factors.detail
+        self._diagonal, self._rest = factors.diagonal, rest
+        self._spectra = [layer.spectrum(rest) for layer in factors.layers.values()]
+        tops = [top for top, _ in self._spectra] or [
+            float(d.max()) for d in self._diagonal.values() if d.numel()
+        ]
+        self._steady = _STEADY * max(tops, default=0.0) or 1.0
+
+    def __call__(self, damping: float) -> Callable[[Tree], Tree]:
+        shift = damping + self._steady
+
+        def apply(r: Tree) -> Tree:
+            z = {}
+            for name, x in r.items():
+                known = [tree[name] for tree in (self._diagonal, self._rest) if name in tree]
+                z[name] = x / (sum(known) + shift)
+            for _, spectrum in self._spectra:
+                z.update(spectrum(r, shift))
+            return z
+
+        return apply
+
+
+def _alone(calls: Calls, uses: Counter[int], nodes: set[Any]) -> Calls:
+    """The calls that reach the outputs, of layers whose weight nothing else uses and whose inputs stayed as they were.
+
+    Under autocast several layers may use one copy of a weight, and an input may be changed in place.
+    """
+    reached = {m: [c for c in made if c.edge.node in nodes] for m, made in calls.items()}
+    owners = Counter(id(m.weight) for m, made in reached.items() if made)
+    return {
+        m: made
+        for m, made in reached.items()
+        if made
+        and owners[id(m.weight)] == 1
+        and uses[id(m.weight)] <= len(made)
+        and all(c.x.is_inference() or c.x._version == c.version for c in made)
+    }
+
+
+def _columns(
+    curvature: KFAC, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
+) -> Iterator[list[Tensor]]:
+    """Columns of S: one for each output with a random sign for each example, or sums of all with random signs.
+
+    The signs make the square of the sum over the examples an unbiased estimate of the sum of squares.
+    """
+    examples, size, root = output_root(curvature.loss, outputs, moving, wanted, batch)
+    like = next(compress(moving, wanted))
+    generator = torch.Generator().manual_seed(0)
+    for number in range(curvature.samples or size):
+        width = size if curvature.samples else 1
+        signs = 2.0 * torch.randint(2, (examples, width), generator=generator) - 1.0
+        xi = torch.zeros(examples, size)
+        xi[:, slice(None) if curvature.samples else slice(number, number + 1)] = signs
+        yield root(xi.to(like.device, like.dtype) / (curvature.samples or 1) ** 0.5)
+
+
+class _Kronecker(SplitLinearisation):
+    """Products with the factors of one batch."""
+
+    def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
+        assert isinstance(curvature, KFAC)
+        self._curvature, self._problem = curvature, passes.problem
+        with _captured(passes.problem) as self._calls:
+            return super().predict(curvature, passes, batch)
+
+    def prepare(self, loss: OutputLoss, outputs: Any, moving: list[Tensor], batch: Any) -> None:
+        self._factors = Factors(self._problem, self._calls, self._curvature, outputs, moving, batch)
+        self._calls = {}
+        self.detail = "; ".join(filter(None, (self.detail, self._factors.detail)))
+
+    def outer(self, v: Tree) -> Tree:
+        return self._factors.product(v)

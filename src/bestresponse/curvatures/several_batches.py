@@ -1,0 +1,98 @@
+"""The linearised training gradient of one batch or of several."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from .. import _tree
+from .._tree import Tree
+from ..batches import Batches
+from ..passes import graph
+from ..problem import Passes
+from . import kinks
+from .base import Curvature, Linearisation, reached_weights, warn_of_unreached
+from .held import without_held
+
+
+def linear_system(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
+    """The linearised training gradient of one batch, or of the mean over `Batches`.
+
+    Weights that it does not reach are named once. Those that a kink holds are left out of its products.
+    """
+    if isinstance(batch, Batches):
+        system: Linearisation = MeanLinearisation(curvature, passes, batch)
+    else:
+        system = curvature.linearise(passes, batch)
+    warn_of_unreached(passes.problem, system.names)
+    return without_held(system, passes.problem)
+
+
+class MeanLinearisation(Linearisation):
+    """The weighted mean of the linearisations of several batches, all kept, or one at a time made anew."""
+
+    def __init__(self, curvature: Curvature, passes: Passes, batches: Batches) -> None:
+        self._curvature, self._passes, self._batches = curvature, passes, batches
+        self._parts: list[Linearisation] = []
+        self.reached = set()
+        found = []
+        for number, batch in enumerate(batches):
+            with passes.numbered(number):
+                if batches.recompute:
+                    loss = passes.train_loss(batch)
+                    self.reached |= graph.leaves(loss)
+                    found.append(kinks.find(passes.problem, loss))
+                else:
+                    self._parts.append(curvature.linearise(passes, batch))
+                    self.reached |= self._parts[-1].reached
+                    found.append(self._parts[-1].kinks)
+        self.kinks = kinks.mean(zip(found, batches.weights, strict=True))
+        self.names = reached_weights(passes.problem, self.reached)
+        self.detail = self._parts[0].detail if self._parts else ""
+
+    def __call__(self, v: Tree) -> Tree:
+        total = _tree.zeros_like(v)
+        for number, weight in enumerate(self._batches.weights):
+            self._add_product(total, number, weight, v)
+        return total
+
+    def in_turn(self, first: int) -> Callable[[Tree], Tree]:
+        count = first
+
+        def product(v: Tree) -> Tree:
+            nonlocal count
+            number = count % len(self._batches)
+            count += 1
+            # Over a round the mean of n c_i A_i is Σ c_i A_i.
+            weight = len(self._batches) * self._batches.weights[number]
+            return self._add_product(_tree.zeros_like(v), number, weight, v)
+
+        return product
+
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
+        total: dict[str, Tensor | None] = dict.fromkeys(self._passes.problem.hyperparameters)
+        for number, weight in enumerate(self._batches.weights):
+            with self._part(number) as part:
+                products = part.mixed({name: v[name] for name in part.names}, last or self._batches.recompute)
+            total = {n: graph.plus(sofar, products[n], weight) for n, sofar in total.items()}
+        if last:
+            self._parts = []
+        return total
+
+    def _add_product(self, total: Tree, number: int, weight: float, v: Tree) -> Tree:
+        with self._part(number) as part:
+            product = part({name: v[name] for name in part.names})
+        for name, x in product.items():
+            total[name].add_(x, alpha=weight)
+        return total
+
+    @contextmanager
+    def _part(self, number: int) -> Iterator[Linearisation]:
+        with self._passes.numbered(number):
+            if self._parts:
+                yield self._parts[number]
+            else:
+                part = self._curvature.linearise(self._passes, self._batches.batches[number])
+                self.detail = part.detail
+                yield part

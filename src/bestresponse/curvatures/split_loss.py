@@ -1,0 +1,183 @@
+"""Curvatures of a training loss that is a loss of outputs plus a rest: what they share."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from .._tree import Tree
+from ..errors import ArgumentTypeError, EvaluationError, require_parameters
+from ..passes import graph
+from ..passes.checked_loss import checked_loss, refuse_not_finite
+from ..problem import Passes
+from . import kinks
+from .base import Linearisation, reached_weights, warn_of_power_iterations
+from .outputs import with_graph
+
+Predict = Callable[[Any, Any, Any], Any]
+OutputLoss = Callable[[Any, Any], Tensor]
+Rest = Callable[[Any, Any, Any], Tensor]
+
+# A class of rest that has all of these itself knows its mixed term; a subclass may have changed the rest alone.
+_MIXED = {"forward", "curvature_diagonal", "mixed_product"}
+
+
+class Split(Protocol):
+    """train_loss = loss(predict(model, hyper, batch), batch) + rest(model, hyper, batch)."""
+
+    @property
+    def predict(self) -> Predict: ...
+    @property
+    def loss(self) -> OutputLoss: ...
+    @property
+    def rest(self) -> Rest | nn.Module | None: ...
+
+
+def check_parts(curvature: Split) -> None:
+    """Raise for a ``predict`` or ``loss`` that is no function, or a ``rest`` that is neither that nor None."""
+    owner = type(curvature).__name__
+    for name in ("predict", "loss"):
+        if not callable(getattr(curvature, name)):
+            raise ArgumentTypeError(
+                f"{owner}.{name} must be a function; got {getattr(curvature, name)!r}. "
+                "It takes predict(model, hyper, batch) and loss(outputs, batch)."
+            )
+    require_parameters(f"{owner}.predict", curvature.predict, "model, hyper, batch")
+    require_parameters(f"{owner}.loss", curvature.loss, "outputs, batch")
+    check_rest(owner, curvature.rest)
+
+
+def check_rest(owner: str, rest: object) -> None:
+    """Raise for a ``rest`` that is neither a function nor None."""
+    if rest is not None and (not callable(rest) or isinstance(rest, type)):
+        raise ArgumentTypeError(
+            f"{owner}.rest must be a function (model, hyper, batch) -> scalar, or None; got {rest!r}."
+        )
+    if callable(rest) and not hasattr(rest, "curvature_diagonal"):  # that is called with the model alone
+        require_parameters(f"{owner}.rest", rest, "model, hyper, batch")
+
+
+class SplitLinearisation(Linearisation):
+    """A = C + R, where C stands for the Hessian of the loss of the outputs, and R is the exact Hessian of the rest.
+
+    A subclass makes C from the outputs in `prepare`, and multiplies with it in `outer`.
+    """
+
+    def __init__(self, curvature: Split, passes: Passes, batch: Any) -> None:
+        problem = passes.problem
+        self._owner = type(curvature).__name__
+        self._hyperparameters, self._model = problem.hyperparameters, problem.model
+        self._module: Any = curvature.rest if hasattr(curvature.rest, "curvature_diagonal") else None
+        if curvature.rest is None:
+            self.detail = "rest by difference: each product costs a Hessian product more; give rest"
+        passes.replay()
+        with passes.unmoved(f"{self._owner}.predict, .loss or .rest"):
+            outputs = self.predict(curvature, passes, batch)
+            moving = with_graph(outputs, self._owner)
+            fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
+            rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
+        whole = fitted + rest
+        refuse_not_finite("train_loss", whole)
+        _compare(curvature, passes, batch, whole)
+        self.reached = graph.leaves(whole)
+        self.names = reached_weights(problem, self.reached)
+        graph.inspect_loss(whole)
+        self.kinks = kinks.find(problem, whole)
+        warn_of_power_iterations(problem)
+        self.weights = [problem.weights[n] for n in self.names]
+        self.prepare(curvature.loss, outputs, moving, batch)
+        # Where rest knows its diagonal, its graph is wanted for the mixed term alone, at the end.
+        self._rest_loss = rest
+        self._rest = self._gradient(rest) if self._rest_diagonal is None else {}
+        self._fitted = self._gradient(fitted) if self._reaches_hyperparameters(fitted) else {}
+
+    def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
+        """The outputs."""
+        return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
+
+    @abstractmethod
+    def prepare(self, loss: OutputLoss, outputs: Any, moving: list[Tensor], batch: Any) -> None:
+        """Make C; ``moving`` are the tensors among the outputs that have a derivative."""
+
+    @abstractmethod
+    def outer(self, v: Tree) -> Tree:
+        """C v, in tensors of one's own."""
+
+    def free(self) -> None:
+        """Let go of what the products needed; `mixed` calls it when it is called for the last time."""
+
+    def __call__(self, v: Tree) -> Tree:
+        total = self.outer(v)
+        if self._rest_diagonal is not None:
+            return {
+                n: torch.addcmul(x, self._rest_diagonal[n], v[n]) if n in self._rest_diagonal else x
+                for n, x in total.items()
+            }
+        if self._rest:
+            more = graph.vector_product(self._rest, self.weights, v, True)
+            total = {n: x if m is None else x + m for (n, x), m in zip(total.items(), more, strict=True)}
+        return total
+
+    def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
+        inputs: list[Tensor] = list(self._hyperparameters.values())
+        fitted = graph.vector_product(self._fitted, inputs, v, retain_graph=True)
+        total = map(graph.plus, fitted, self._mixed_rest(v, inputs))
+        if last:
+            self._rest, self._fitted, self._rest_loss = {}, {}, torch.zeros(())
+            self.free()
+        return dict(zip(self._hyperparameters, total, strict=True))
+
+    def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        """The rest's part, from the module where it knows that itself."""
+        if vars(type(self._module)).keys() >= _MIXED:
+            rates = dict(self._module.named_parameters())
+            known = {id(rates[n]): x for n, x in self._module.mixed_product(self._model, v).items()}
+            return [known.get(id(p)) for p in inputs]
+        self._rest = self._rest or self._gradient(self._rest_loss)
+        return graph.vector_product(self._rest, inputs, v, retain_graph=True)
+
+    def inspected(self, gradient: Sequence[Tensor | None]) -> dict[str, GradientEdge]:
+        """Where the graph of a gradient begins, for the weights that it reaches."""
+        reached = {n: g for n, g in zip(self.names, gradient, strict=True) if g is not None}
+        graph.inspect_gradient(reached.values())
+        return graph.edges(reached)
+
+    def _gradient(self, loss: Tensor) -> dict[str, GradientEdge]:
+        """∂loss/∂w with a graph, for the weights that it reaches."""
+        if not loss.requires_grad:
+            return {}
+        gradient = torch.autograd.grad(loss, self.weights, create_graph=True, allow_unused=True)
+        return self.inspected(gradient)
+
+    def _reaches_hyperparameters(self, loss: Tensor) -> bool:
+        reached = graph.leaves(loss)
+        return any(id(p) in reached for p in self._hyperparameters.values())
+
+
+def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple[Tensor, Tree | None]:
+    """The value of what is left of the training loss, and the diagonal of its Hessian where it offers one."""
+    problem = passes.problem
+    rest = curvature.rest
+    if rest is None:
+        return passes.train_loss(batch) - fitted, None
+    if hasattr(rest, "curvature_diagonal"):
+        diagonal = dict(rest.curvature_diagonal(problem.model))  # type: ignore[operator]
+        return rest(problem.model), diagonal  # type: ignore[call-arg]
+    value = rest(problem.model, problem.hyper, batch)
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None
+
+
+def _compare(curvature: Split, passes: Passes, batch: Any, whole: Tensor) -> None:
+    """Raise when the parts do not make up the training loss; once for a problem and curvature."""
+    if curvature.rest is None or not passes.problem.first_time(curvature):
+        return
+    expected, got = float(passes.train_loss(batch).detach()), float(whole.detach())
+    if not abs(got - expected) <= 1e-3 * max(abs(expected), abs(got)) + 1e-6:
+        raise EvaluationError(
+            f"loss(predict(...)) + rest must equal train_loss; got {got:.6g} and {expected:.6g}. "
+            "Give as rest what train_loss adds (a regulariser), and let predict return hyperparameters that the "
+            "loss weighs its terms with as further outputs; or leave rest out."
+        )

@@ -1,0 +1,242 @@
+"""What a method is, and the hypergradient by any of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import _tree
+from .._tree import Tree
+from ..batches import weighted
+from ..curvatures import Curvature
+from ..errors import ArgumentTypeError, DivergedError, EvaluationError
+from ..passes import graph
+from ..passes.foreign_errors import foreign_errors_told
+from ..passes.running_statistics import Reading
+from ..problem import Passes, Problem
+from ..solvers import Solver
+from ..verification.base import Claim, verified
+from .hypergradient import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
+from .reach import reaches, unreached_by_validation
+
+
+class Method(ABC):
+    """A way to compute the hypergradient. Methods are values; what they remember is the problem's.
+
+    Attributes:
+        twice: whether it differentiates the training loss twice; else the losses keep their fast backends, whose
+            backward has no derivative.
+    """
+
+    @property
+    def twice(self) -> bool:
+        return True
+
+    @abstractmethod
+    def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
+        """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    def parts_that_remember(self) -> Mapping[str, object]:
+        """Its parts that have a state of their own on a problem, by name, which `Tuner.save` keeps."""
+        return {}
+
+    def claim(self) -> Claim | None:
+        """What differences can show of it, when a problem is verified; None for nothing."""
+        return None
+
+
+def hypergradient(
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None = None,
+    weight_optimizer: Optimizer | None = None,
+) -> Hypergradient:
+    """The gradient of the validation loss with respect to every hyperparameter, through the weights.
+
+        dL_V/dλ = ∂L_V/∂λ − (A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ        (Algorithm 2 of the paper)
+
+    Nothing changes: weights, buffers, ``.grad``, training mode and random state are as before, also
+    after an error.
+
+    Args:
+        problem: the two losses.
+        train_batch: the batch for curvature and mixed term.
+        val_batch: the batch for the validation loss.
+        method: how to compute it: ``Implicit()``, ``Unrolled(steps, step_size)``, ``Direct()``.
+        seed: None draws dropout masks and the like from the caller's random state, which is put back;
+            an integer gives an independent draw.
+        weight_optimizer: what trains the weights, for methods that start from its state (`Unrolled` with
+            momentum or Adam, `SAMA`); it is read and not changed.
+
+    Raises:
+        ArgumentTypeError: ``method`` is not a method, or ``weight_optimizer`` not an optimiser.
+        EvaluationError: a loss is not a finite scalar with a graph; or a hyperparameter reaches
+            neither loss.
+        SecondDerivativeError: the training loss has an operation without a second derivative.
+
+    Reference: Lorraine, Vicol and Duvenaud (2019).
+    """
+    if not isinstance(weight_optimizer, Optimizer | None):
+        raise ArgumentTypeError(f"weight_optimizer must be a torch optimiser; got {weight_optimizer!r}.")
+    result = unchecked_hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
+    refuse_not_finite(result)
+    warn_of_failure(problem, method, result)
+    return result
+
+
+def backward(
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None = None,
+    weight_optimizer: Optimizer | None = None,
+) -> Hypergradient:
+    """Add the hypergradient into the ``.grad`` of the hyperparameters, as Tensor.backward does.
+
+    Then step any optimiser of theirs. Arguments, result and errors are those of `hypergradient`.
+    """
+    result = hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
+    accumulate(problem, result)
+    return result
+
+
+def unchecked_hypergradient(
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None,
+    weight_optimizer: object,
+) -> Hypergradient:
+    """`hypergradient` without its warning, for callers with a policy of their own.
+
+    A ``weight_optimizer`` that is no torch optimiser has no state to look at.
+    """
+    if not isinstance(problem, Problem):
+        raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
+    check_method(method)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
+    problem.check_intact()
+    known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
+    before = problem.state(method)
+    try:
+        with foreign_errors_told(), problem.watch.hypergradient(problem.live()):
+            with problem.undisturbed(seed, known, method.twice) as passes:
+                result = method.differentiate(passes, train_batch, val_batch)
+                passes.conclude()
+            return replace(
+                result, verification=verified(problem, method.claim(), train_batch, val_batch, seed)
+            )
+    except BaseException:
+        problem.remember(method, before)
+        raise
+
+
+def hypergradient_or_nan(
+    problem: Problem,
+    train_batch: Any,
+    val_batch: Any,
+    method: Method,
+    seed: int | None,
+    weight_optimizer: object,
+) -> Hypergradient:
+    """`unchecked_hypergradient`, with NaN in all parts where steps ahead of the weights diverged."""
+    try:
+        return unchecked_hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
+    except DivergedError:
+        nothing = {n: torch.full_like(p, torch.nan) for n, p in problem.hyperparameters.items()}
+        return Hypergradient(nothing, nothing, nothing, torch.nan)
+
+
+def check_method(method: object) -> None:
+    """Raise for a solver, a class or anything else where a method belongs."""
+    if isinstance(method, Method):
+        return
+    advice = "Use Implicit(), or Unrolled(steps, step_size)."
+    if isinstance(method, Solver):
+        advice = f"A solver goes inside a method: Implicit({method!r})."
+    elif isinstance(method, Curvature):
+        advice = f"A curvature goes inside a method: Implicit(curvature={method!r})."
+    elif isinstance(method, type):
+        advice = f"Make an object of it: {method.__name__}(...)."
+    raise ArgumentTypeError(f"method must be a method; got {method!r}. {advice}")
+
+
+def validation_gradient(
+    passes: Passes,
+    batch: Any,
+    read: Reading,
+    weights: Tree | None = None,
+    through_weights: bool = True,
+) -> tuple[float, Tree, dict[str, Tensor | None]]:
+    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ), statistics included.
+
+    With ``through_weights`` it raises where L_V depends on no weight at all.
+    """
+    problem = passes.problem
+    at = problem.weights if weights is None else weights
+    inputs = [*at.values(), *problem.hyperparameters.values()]
+    total: list[Tensor | None] = [None] * len(inputs)
+    value, reached = 0.0, not through_weights
+    # The graph of one batch at a time; its backward pass in the mode of the loss too.
+    for number, (piece, weight) in enumerate(weighted(batch)):
+        with passes.numbered(number), passes.validating():
+            with read:
+                loss = passes.val_loss(piece, weights)
+            graph.refuse_reentrant(loss)
+            passes.rewind()
+            gradients = [
+                g.to_dense() if g is not None and g.layout != torch.strided else g
+                for g in read.gradients(loss, inputs, weight)
+            ]
+        reached = reached or reaches(loss, gradients[: len(at)], at.values())
+        total = [graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
+        value += weight * float(loss.detach())
+    if not reached:
+        raise unreached_by_validation(problem)
+    total = list(map(graph.plus, total, read.followed(inputs, weights)))
+    of_weights = {
+        n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
+    }
+    direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, total[len(at) :], strict=True))
+    if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
+        raise EvaluationError(
+            f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
+            "Look for sqrt, log or division at zero in it."
+        )
+    return value, of_weights, direct
+
+
+def combine(
+    problem: Problem,
+    val_loss: float,
+    direct: Mapping[str, Tensor | None],
+    indirect: Mapping[str, Tensor | None],
+) -> Hypergradient:
+    """Direct and indirect part with zeros for what is absent, and their sum."""
+    idle = [
+        n
+        for n, p in problem.hyperparameters.items()
+        if n in indirect and indirect[n] is None and direct.get(n) is None and p.numel()
+    ]
+    if idle:
+        problem.warn_once(
+            ("idle", *idle),
+            f"the hyperparameters {idle[:5]} reach train_loss, but not its gradient with respect to the weights: "
+            "their hypergradient is zero. Something that does not move the weights cannot be tuned.",
+        )
+    direct_, indirect_, total = {}, {}, {}
+    for name, parameter in problem.hyperparameters.items():
+        one, other = direct.get(name), indirect.get(name)
+        direct_[name] = torch.zeros_like(parameter) if one is None else one
+        indirect_[name] = torch.zeros_like(parameter) if other is None else other
+        total[name] = direct_[name] + indirect_[name]
+    return Hypergradient(total, direct_, indirect_, val_loss)

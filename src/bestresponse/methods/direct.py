@@ -1,0 +1,42 @@
+"""The direct part of a hypergradient, by itself."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..passes import graph
+from ..passes.running_statistics import Reading
+from ..problem import Passes
+from ..verification.base import Claim
+from ..verification.claims import Value
+from .base import Method, combine, validation_gradient
+from .hypergradient import Hypergradient
+from .reach import refuse_unreached
+
+
+@dataclass(frozen=True, eq=False)
+class Direct(Method):
+    """∂L_V/∂λ alone: for validation losses that read the hyperparameters themselves.
+
+    It is what remains where the weights do not respond, or are computed from λ inside the loss, as by a
+    hypernetwork. What λ does to running statistics is in it.
+    """
+
+    twice = False
+
+    def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
+        problem, read = passes.problem, Reading(passes, train_batch)
+        val_loss, _, direct = validation_gradient(passes, val_batch, read, through_weights=False)
+        if any(x is None for x in direct.values()):
+            refuse_unreached(problem, direct, graph.leaves(passes.train_loss(train_batch)))
+        return replace(combine(problem, val_loss, direct, {}), norms=read.norms)
+
+    def claim(self) -> Claim:
+        return Value(
+            type(self),
+            "",
+            lambda passes, train, val: validation_gradient(passes, val, Reading(passes, train), None, False)[
+                2
+            ],
+            lambda passes, train, val: float(passes.val_loss(val).detach()),
+            False,
+        )

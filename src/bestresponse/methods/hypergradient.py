@@ -1,0 +1,124 @@
+"""A hypergradient in its parts, with what is known of it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from ..errors import EvaluationError
+from ..problem import Problem, settings_of
+from ..solvers import Report, Status
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Hypergradient:
+    """dL_V/dλ, the gradient to descend, in its two parts.
+
+    Attributes:
+        total: direct + indirect, by hyperparameter.
+        direct: ∂L_V/∂λ; zero where the validation loss does not depend on λ itself.
+        indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights.
+        val_loss: L_V where the hypergradient was taken.
+        solve: the linear solve's report; None for methods without a solve.
+        norms: the norms, by name, through whose running statistics the validation loss was differentiated as well.
+        verification: what differences said of the derivatives that it was made of, at the first call: "verified", or
+            "not verified" and why; None where `Problem` was made with verify=False.
+    """
+
+    total: dict[str, Tensor]
+    direct: dict[str, Tensor]
+    indirect: dict[str, Tensor]
+    val_loss: float
+    solve: Report | None = None
+    norms: tuple[str, ...] = ()
+    verification: str | None = None
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm of `total`."""
+        return _tree.norm(self.total)
+
+    def summary(self) -> None:
+        """Print the norms of the parts, all together and by hyperparameter, and the solve's report."""
+        rows: list[tuple[str, ...]] = [("", "total", "direct", "indirect")]
+        names = list(self.total)
+        for name in names[:_SHOWN]:
+            parts = (part[name] for part in (self.total, self.direct, self.indirect))
+            rows.append((name, *(f"{_tree.norm({name: x}):.4g}" for x in parts)))
+        if len(names) > _SHOWN:
+            rows.append((f"and {len(names) - _SHOWN} more", "", "", ""))
+        whole = (f"{_tree.norm(part):.4g}" for part in (self.total, self.direct, self.indirect))
+        rows.append(("all together", *whole))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print(f"Hypergradient at a validation loss of {self.val_loss:.4g}; norms:")
+        for first, *rest in rows:
+            cells = [x.rjust(width) for x, width in zip(rest, widths[1:], strict=True)]
+            print("  ".join(["", first.ljust(widths[0]), *cells]).rstrip())
+        if self.norms:
+            print(f"Differentiated through the running statistics of: {', '.join(self.norms)}")
+        print("No linear solve." if self.solve is None else f"Solve: {self.solve.status}")
+        for name, value in () if self.solve is None else self.solve.lines():
+            print(f"  {name.ljust(38)}{value}")
+        if self.verification is not None:
+            print(f"Derivatives: {self.verification}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Hypergradient(norm={self.norm:.4g}, direct={_tree.norm(self.direct):.4g}, "
+            f"indirect={_tree.norm(self.indirect):.4g}, val_loss={self.val_loss:.4g}, solve={self.solve}, "
+            f"verification={self.verification!r})"
+        )
+
+
+def failure(report: Report) -> str:
+    """What to say of a solve that failed."""
+    nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
+    used = (
+        "zero is used, so that nothing comes through the weights" if nothing else "its best iterate is used"
+    )
+    advice = "More damping, another solver or curvature, or better trained weights may help."
+    if report.status is Status.NOT_FINITE and report.detail:
+        advice = (
+            "No damping mends that derivative: add a small constant under the root, the norm or the power."
+        )
+    return (
+        f"the linear solve ended with {report}; {used}. {advice} "
+        "(This warning comes once for each status and method; h.solve and the history report every solve.)"
+    )
+
+
+def skipped(number: int) -> str:
+    """What to say of the first hyper-step that is skipped."""
+    return (
+        f"hyper-step {number} is skipped, since its hypergradient failed. (Said once; `stepped` in the history tells "
+        "of each. Where all are skipped, use a smaller step, more damping, or another method.)"
+    )
+
+
+@torch.inference_mode(False)
+def accumulate(problem: Problem, result: Hypergradient) -> None:
+    """Add a hypergradient into ``.grad``."""
+    for name, parameter in problem.hyperparameters.items():
+        if parameter.grad is None:
+            parameter.grad = result.total[name].clone()
+        else:
+            parameter.grad.add_(result.total[name])
+
+
+def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
+    """Raise for NaN or infinity in a hypergradient, by name."""
+    if bad := _tree.not_finite(result.total):
+        why = f" ({result.solve.detail})" if result.solve is not None and result.solve.detail else ""
+        raise EvaluationError(
+            f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}{why}. Look for sqrt, log, "
+            "powers or division at zero in what train_loss makes of them; else use more damping or a smaller step."
+        )
+
+
+def warn_of_failure(problem: Problem, method: object, result: Hypergradient) -> None:
+    """Warn of a failed solve, the first time that a status comes up with a method of these settings."""
+    if result.solve is not None and result.solve.status.failed:
+        problem.warn_once((result.solve.status, settings_of(method)), failure(result.solve))

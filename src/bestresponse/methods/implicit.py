@@ -1,0 +1,187 @@
+"""The hypergradient: Algorithm 2 of the paper."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import _tree
+from .._tree import Tree
+from ..curvatures import Curvature, Hessian, Linearisation
+from ..curvatures.base import require_curvature
+from ..curvatures.several_batches import linear_system
+from ..errors import ArgumentError, ArgumentTypeError
+from ..passes.forms import paused
+from ..passes.running_statistics import Reading
+from ..problem import MethodState, Passes
+from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Status
+from ..verification.base import Claim
+from ..verification.claims import SecondDerivatives
+from .base import Method, combine, validation_gradient
+from .hypergradient import Hypergradient
+from .reach import refuse_unreached
+from .singular import singular_operation
+
+
+@dataclass(frozen=True, eq=False)
+class Implicit(Method):
+    """The implicit function theorem: Algorithm 2 of the paper, with any solver and any curvature.
+
+        v₁ = ∂L_V/∂w,   v₂ = A⁻¹ v₁,   dL_V/dλ = ∂L_V/∂λ − v₂ · ∂²L_T/∂w∂λ
+
+    It is exact where w is a stationary point of the training loss and the solve is exact.
+
+    Args:
+        solver: how to invert; None is the method that we recommend, conjugate gradient of four steps a
+            call, warm-started and damped by itself.
+        curvature: which A.
+        warm_start: whether a call starts from the last solution of the same method object; None means
+            True exactly when no solver was given. The first solve of a warm-started conjugate
+            gradient goes on after its own steps, up to 20, while the relative residual is above 0.1, below 1,
+            and falls.
+        estimate_error: whether to estimate the error that the solve leaves in the hypergradient
+            (`Report.hypergradient_error`), at the price of one more mixed product.
+
+    Raises:
+        ArgumentTypeError: ``solver`` is not a solver, or ``curvature`` not a curvature.
+    """
+
+    solver: Solver | None = None
+    curvature: Curvature = Hessian()
+    warm_start: bool | None = None
+    estimate_error: bool = True
+
+    def __post_init__(self) -> None:
+        if self.warm_start is None:
+            object.__setattr__(self, "warm_start", self.solver is None)
+        if not isinstance(self.warm_start, bool):
+            raise ArgumentTypeError(
+                f"Implicit.warm_start must be True, False or None; got {self.warm_start!r}."
+            )
+        if self.solver is None:
+            object.__setattr__(self, "solver", ConjugateGradient(max_steps=4, damping=None))
+        if not isinstance(self.solver, Solver):
+            raise ArgumentTypeError(
+                f"Implicit.solver must be a solver, such as Neumann(terms=20); got {self.solver!r}."
+            )
+        require_curvature("Implicit", self.curvature)
+        if self.warm_start and not self.solver.takes_start:
+            raise ArgumentError(
+                f"{self.solver!r} estimates the solution from zero, and from a warm start would tend to "
+                "that of its first batch; got warm_start=True. Use solvers.SOBA(fresh_batches=True)."
+            )
+
+    @property
+    def twice(self) -> bool:
+        return self.curvature.twice
+
+    def parts_that_remember(self) -> Mapping[str, object]:
+        return {"curvature": self.curvature}
+
+    def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
+        problem, read = passes.problem, Reading(passes, train_batch)
+        val_loss, val_gradient, direct = validation_gradient(passes, val_batch, read)
+        system = linear_system(self.curvature, passes, train_batch)
+        refuse_unreached(problem, direct, system.reached)
+        b = system.responding({n: val_gradient[n] for n in system.names})
+        del val_gradient
+        with paused() as resumed:
+            solution = self._solve(passes, train_batch, system, b, resumed)
+            missing = self._missing(resumed(system.mixed), solution, b)
+            stretch = damping_stretch(solution, b)
+            del b
+            mixed = resumed(system.mixed)(solution.x)
+            indirect = {n: None if x is None else -x for n, x in mixed.items()}
+            result = combine(problem, val_loss, direct, indirect)
+            size = result.norm
+        singular = ""
+        if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
+            _, again, _ = validation_gradient(passes, val_batch, Reading(passes, train_batch))
+            singular = singular_operation(passes, train_batch, {n: again[n] for n in system.names})
+        report = replace(
+            solution.report,
+            status=self._status(solution.report),
+            hypergradient_error=missing / size if missing is not None and size > 0.0 else None,
+            damping_effect=damping_effect(result, stretch),
+            detail="; ".join(filter(None, (singular, solution.report.detail, system.detail, read.detail))),
+        )
+        if math.isfinite(size):
+            problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
+        return replace(result, solve=report, norms=read.norms)
+
+    def _status(self, report: Report) -> Status:
+        """*Converged* is said of the system that was asked for, not of one that the solver had to damp to solve it."""
+        assert self.solver is not None
+        if report.status is Status.CONVERGED and self.solver.chooses_damping and report.indefinite:
+            return Status.NEGATIVE_CURVATURE
+        return report.status
+
+    def claim(self) -> Claim:
+        return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
+
+    def _missing(self, mixed_product: Callable[..., Any], solution: Solution, b: Tree) -> float | None:
+        """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
+
+        A⁻¹ is taken as the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
+        """
+        if not self.estimate_error or solution.residual is None:
+            return None
+        mixed = mixed_product(solution.residual, False)
+        of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
+        return of_residual * _tree.norm(solution.x) / _tree.norm(b)
+
+    def _solve(
+        self, passes: Passes, batch: Any, system: Linearisation, b: Tree, resumed: Callable[..., Any]
+    ) -> Solution:
+        assert self.solver is not None
+        problem = passes.problem
+        state = problem.state(self)
+        if self.warm_start:
+            problem.meet(self)
+        elif self.solver.needs_start:
+            problem.warn_once(
+                "cold steps",
+                f"{type(self.solver).__name__} makes a few steps a call from the last solution, which needs "
+                "warm_start=True; without it each call begins at zero.",
+            )
+        start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
+        start = None if start is None else system.responding(start)
+        solver = self.solver.opening() if self.warm_start and start is None else self.solver
+        diagonal = (
+            problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) is True else None
+        )
+        make_inverse = getattr(getattr(solver, "preconditioner", None), "inverse", None)
+        inverse = None if make_inverse is None else resumed(make_inverse)(passes, batch)
+        # A run of steps goes on with the batch after the last one.
+        fresh = getattr(solver, "fresh_batches", False)
+        products = system.in_turn(state.memory.get("count", 0)) if fresh else system
+        solution = solver.solve(
+            resumed(products), b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse
+        )
+        said = "; ".join(filter(None, (solution.report.detail, getattr(inverse, "detail", ""))))
+        return replace(solution, report=replace(solution.report, detail=said))
+
+
+def damping_stretch(solution: Solution, b: Tree) -> float | None:
+    """How much longer the solution would be without its damping, less one; None without damping or an answer.
+
+    x₀ − x = δ A⁻¹ x. From zero, conjugate gradient knows that on its Krylov space. Else A⁻¹ is taken as the inverse of
+    the curvature along x, xᵀA x / xᵀx, which is known at no product, from A x = b − r − δ x, and is a lower bound.
+    """
+    report, x = solution.report, solution.x
+    if not report.damping or report.indefinite:
+        return None
+    if solution.stretch is not None:
+        return solution.stretch
+    square = _tree.dot(x, x)
+    along = _tree.dot(x, b) - report.damping * square
+    along -= _tree.dot(x, solution.residual) if solution.residual is not None else 0.0
+    return report.damping * square / along if along > 0.0 else None
+
+
+def damping_effect(result: Hypergradient, stretch: float | None) -> float | None:
+    """An estimate of ‖h − h₀‖ / ‖h₀‖, where h₀ = direct + (1 + stretch) · indirect is that without damping."""
+    if stretch is None:
+        return None
+    undamped = _tree.norm(_tree.add(result.direct, result.indirect, 1.0 + stretch))
+    return stretch * _tree.norm(result.indirect) / undamped if undamped > 0.0 else None

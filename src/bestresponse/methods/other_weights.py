@@ -1,0 +1,114 @@
+"""Gradients at other weights than the present ones, through the model itself, and whether they resolve a difference."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from .._tree import Tree
+from ..errors import EvaluationError
+from ..passes import graph
+from ..passes.arithmetic import Arithmetic
+from ..passes.resolution import APART
+from ..passes.running_statistics import Reading
+from ..problem import Passes, Problem
+
+# A difference of so many units in the last place of the gradients, and no more, may be made of their rounding.
+_SMALL = 100.0
+
+
+@contextmanager
+def weights_at(problem: Problem, values: Tree) -> Iterator[None]:
+    """The live weights with other values, and then as they were."""
+    with _tree.put_back(problem.weights):
+        _tree.write_(problem.weights, values)
+        yield
+
+
+def gradients(loss: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor | None]]:
+    """A loss and its gradient by input, None where it is not reached."""
+    graph.refuse_reentrant(loss)
+    found: Sequence[Tensor | None] = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    return float(loss.detach()), dict(zip(inputs, found, strict=True))
+
+
+def val_gradients(
+    passes: Passes, batches: tuple[Any, Any], inputs: Mapping[str, Tensor]
+) -> tuple[float, dict[str, Tensor | None], Reading]:
+    """L_V and its gradient by input, with what comes through running statistics, and what was read of those.
+
+    The backward pass runs in the mode of the validation loss too.
+    """
+    read = Reading(passes, batches[0])
+    with passes.validating():
+        with read:
+            loss = passes.val_loss(batches[1])
+        passes.rewind()
+        leaves = {f"statistics {i}": leaf for i, leaf in enumerate(read.leaves)}
+        value, found = gradients(loss, {**inputs, **leaves})
+    read.take([found.pop(name) for name in leaves])
+    through = read.followed(list(inputs.values()))
+    return value, {n: graph.plus(g, x) for (n, g), x in zip(found.items(), through, strict=True)}, read
+
+
+def verify_difference(
+    passes: Passes, y: Tree, z: Tree, batches: tuple[Any, Any], gamma: float, arithmetic: Arithmetic
+) -> None:
+    """Raise, or warn in float32 and above, where ∂L_T(y) − ∂L_T(z) is rounding, at four training gradients.
+
+    Of gradients at four equidistant points between z and y the third difference is rounding, where they are smooth:
+    √20 times that of one gradient, and √10 times that of ∂L_T(y) − ∂L_T(z). The gradient of hyperparameters is compared
+    with its own difference, and that of weights also with ∂L_V(y)/γ, to which the steps add it.
+    """
+    problem = passes.problem
+    if _tree.norm(_tree.add(y, z, -1.0)) == 0.0:
+        return
+    inputs = [
+        {f"{kind}{n}": x for n, x in tensors.items()}
+        for kind, tensors in (("w", problem.weights), ("h", problem.hyperparameters))
+    ]
+    points = []
+    for share in (0.0, 1 / 3, 2 / 3, 1.0):
+        with weights_at(problem, {n: torch.lerp(x, y[n], share) for n, x in z.items()}):
+            points.append(gradients(passes.train_loss(batches[0]), inputs[0] | inputs[1])[1])
+    with weights_at(problem, y):
+        of_val = _norm(val_gradients(passes, batches, inputs[0])[1])
+    for mine, other, what in ((inputs[0], of_val, "weights"), (inputs[1], 0.0, "hyperparameters")):
+        found = [{n: x for n in mine if (x := point[n]) is not None} for point in points]
+        size, whole = _norm(found[0]), _norm(_sum(found, (-1.0, 0.0, 0.0, 1.0)))
+        rounding = _norm(_sum(found, (-1.0, 3.0, -3.0, 1.0))) / math.sqrt(10.0)
+        if mine is inputs[1]:  # of one number the third difference may be zero by chance
+            rounding = max(
+                rounding, max((torch.finfo(x.dtype).eps for x in found[0].values()), default=0.0) * size
+            )
+        small = whole <= _SMALL * arithmetic.eps * max(size, other)
+        if small and size > 0.0 and (whole == 0.0 or rounding > APART * max(whole, other / gamma)):
+            _tell(problem, arithmetic, gamma, what)
+            return
+
+
+def _tell(problem: Problem, arithmetic: Arithmetic, gamma: float, of: str) -> None:
+    said = (
+        "Penalty needs a train_loss whose gradients at its two sets of weights differ by more than rounding; it "
+        f"computes in {arithmetic.name}, and with a multiplier of {gamma:g} those with respect to {of} do not. Use a "
+        "smaller multiplier or more steps, or compute train_loss in "
+        f"{'float32, without autocast' if arithmetic.low else 'float64'}."
+    )
+    if arithmetic.low:
+        raise EvaluationError(said)
+    problem.warn_once("unresolved", said)
+
+
+def _sum(trees: Sequence[Mapping[str, Tensor]], factors: Sequence[float]) -> dict[str, Tensor]:
+    total: dict[str, Tensor | None] = dict.fromkeys(trees[0])
+    for tree, factor in zip(trees, factors, strict=True):
+        total = {n: graph.plus(x, tree.get(n), factor) for n, x in total.items()}
+    return {n: x for n, x in total.items() if x is not None}
+
+
+def _norm(a: Mapping[str, Tensor | None]) -> float:
+    return _tree.norm({n: x for n, x in a.items() if x is not None})

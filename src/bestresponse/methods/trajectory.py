@@ -1,0 +1,206 @@
+"""Steps of an update rule, as a map that can be differentiated: from weights and moments to those after it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tree import Tree
+from ..batches import Batches, weighted
+from ..curvatures.base import warn_of_power_iterations, warn_of_unreached
+from ..errors import ArgumentError, DivergedError, NotFiniteError
+from ..passes import graph
+from ..passes.passes import Buffers
+from ..passes.substitution import refuse_max_norm
+from ..problem import Passes
+from .rules import Rule, Setting
+from .tuned_settings import Settings
+
+
+@dataclass
+class Point:
+    """Where a trajectory is after some steps.
+
+    Attributes:
+        tensors: each weight, and after it the moments that the rule keeps for it.
+        counts: how many steps have moved each weight, with those that the optimiser had made.
+        buffers: of the modules, from which the next step starts; an empty dict is those of the beginning.
+    """
+
+    tensors: dict[str, tuple[Tensor, ...]]
+    counts: dict[str, int]
+    buffers: Buffers = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Tree:
+        """The weights alone."""
+        return {n: xs[0] for n, xs in self.tensors.items()}
+
+    def flat(self) -> list[Tensor]:
+        """Weights and moments in one list."""
+        return [x for xs in self.tensors.values() for x in xs]
+
+    def leaves(self) -> "Point":
+        """The same values as new leaves."""
+        tensors = {n: tuple(x.detach().requires_grad_() for x in xs) for n, xs in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+    def detached(self) -> "Point":
+        """The same values, outside any graph."""
+        return replace(self, tensors={n: tuple(x.detach() for x in xs) for n, xs in self.tensors.items()})
+
+    def moved(self, rule: Rule, gradient: Tree, settings: Settings, number: int = 0) -> "Point":
+        """After the step with this number along a gradient; weights that are not in it stay."""
+        moved = {
+            n: rule.step(self.tensors[n], g, self.counts[n], settings.at(number, n))
+            for n, g in gradient.items()
+        }
+        counts = {n: count + (n in gradient) for n, count in self.counts.items()}
+        return replace(self, tensors=self.tensors | moved, counts=counts)
+
+    def towards(self, end: "Point", share: float) -> "Point":
+        """The point on the straight line to ``end``, with the buffers of this one."""
+        tensors = {
+            n: tuple(torch.lerp(x, y, share) for x, y in zip(xs, end.tensors[n], strict=True))
+            for n, xs in self.tensors.items()
+        }
+        counts = {n: round(count + share * (end.counts[n] - count)) for n, count in self.counts.items()}
+        return Point(tensors, counts, self.buffers)
+
+
+class Trajectory:
+    """The steps of a rule from a problem's present weights on one training batch, or a batch a step.
+
+    The moments begin as a copy of those of the weight optimiser, where it is of the rule's class; else as zeros.
+
+    Attributes:
+        rule: how a step changes a weight.
+        settings: the step size and the rule's settings.
+        hyperparameters: the problem's, in order.
+        reached: the identities of the leaves that the training losses so far, and the settings, depend on.
+    """
+
+    def __init__(
+        self, rule: Rule, step_size: Setting, steps: int, passes: Passes, batch: Any, fresh_batches: bool
+    ) -> None:
+        problem = passes.problem
+        refuse_max_norm(problem.model, "a look-ahead")
+        warn_of_power_iterations(problem)
+        settings = {"step_size": step_size, **rule.settings()}
+        self.settings = Settings(settings, problem.hyper, problem.weights, steps, rule.bounds)
+        self.reached = set(self.settings.reached)
+        self.rule, self.hyperparameters = rule, list(problem.hyperparameters.values())
+        self._steps, self._passes, self._batch = steps, passes, batch
+        self._pieces = _in_turn(batch) if fresh_batches else None
+        self._moved: set[str] = set()
+
+    def start(self) -> Point:
+        """The present weights with the moments to begin with."""
+        weights, rule = self._passes.problem.weights, self.rule
+        known, optimizer = rule.state_of(self._passes.weight_optimizer), self._passes.weight_optimizer
+        if rule.moments and not known and optimizer is not None and optimizer.state:
+            self._passes.problem.warn_once(
+                ("moments", type(rule)),
+                f"the moments of {type(rule).__name__} begin at zero, since the weight optimiser is a "
+                f"{type(optimizer).__name__}. rules.like(optimizer) makes the rule of an optimiser.",
+            )
+        tensors, counts = {}, {}
+        for name, w in weights.items():
+            state = known.get(w, {})
+            begun = bool(rule.moments) and all(state.get(key) is not None for key in rule.moments)
+            counts[name] = int(state.get("step", 1)) if begun else 0
+            moments = [state[key] if begun else torch.zeros_like(w) for key in rule.moments]
+            tensors[name] = tuple(x.detach().clone() for x in (w, *moments))
+        return Point(tensors, counts)
+
+    def run(self, point: Point, begin: int, end: int) -> Point:
+        """The point after the steps from ``begin`` to below ``end``, outside any graph."""
+        for number in range(begin, end):
+            point = self._step(point, number, create_graph=False).detached()
+        return point
+
+    def graph(self, point: Point, begin: int, end: int) -> "Piece":
+        """The same steps, so that they can be differentiated."""
+        first = last = point.leaves()
+        for number in range(begin, end):
+            last = self._step(last, number, create_graph=True)
+        return Piece(self, begin, first, last)
+
+    def finish(self) -> None:
+        """Raise where no step moved a weight, and name those that none did."""
+        warn_of_unreached(self._passes.problem, self._moved)
+
+    def _step(self, point: Point, number: int, create_graph: bool) -> Point:
+        if not create_graph:
+            point = point.leaves()
+        before = list(point.weights.values())
+        self._passes.carry(point.buffers)
+        loss = self._loss(point.weights, number)
+        self.reached |= graph.leaves(loss, until=before)
+        if create_graph:
+            graph.inspect_loss(loss, until=before)
+        found = torch.autograd.grad(loss, before, create_graph=create_graph, allow_unused=True)
+        gradient = {n: g for n, g in zip(point.tensors, found, strict=True) if g is not None}
+        if create_graph:
+            graph.inspect_gradient(gradient.values(), until=before)
+        self._moved |= gradient.keys()
+        with torch.set_grad_enabled(create_graph):
+            after = point.moved(self.rule, gradient, self.settings, number)
+        return replace(after, buffers=self._passes.buffers())
+
+    def _loss(self, weights: Tree, number: int) -> Tensor:
+        try:
+            if self._pieces is None:
+                return self._passes.train_loss(self._batch, weights)
+            piece, weight = self._pieces[number % len(self._pieces)]
+            with self._passes.numbered(number):
+                loss = self._passes.train_loss(piece, weights)
+        except NotFiniteError as error:
+            if number == 0:  # the weights were so before
+                raise
+            raise DivergedError(
+                f"the steps ahead must stay finite; step {number} of {self._steps} led to: {error} Use a smaller "
+                "step_size, or fewer steps."
+            ) from error
+        # Over a round the mean of n c_i L_i is Σ c_i L_i.
+        return loss * (weight * len(self._pieces))
+
+
+class Piece:
+    """The graph of some steps, from leaves to what they became.
+
+    Attributes:
+        number: that of the first of the steps.
+        end: weights and moments after the steps.
+    """
+
+    def __init__(self, path: Trajectory, number: int, begin: Point, end: Point) -> None:
+        self._path, self.number, self._begin, self.end = path, number, begin, end
+
+    def inputs(self, begin: bool = True) -> list[Tensor]:
+        """What the steps depend on: weights and moments before them, settings, hyperparameters."""
+        before = self._begin.flat() if begin else []
+        return [*before, *self._path.settings.leaves, *self._path.hyperparameters]
+
+    def pull(self, cotangents: Sequence[Tensor | None], begin: bool) -> list[Tensor | None]:
+        """Σ cotangent · ∂end/∂input for each of `inputs`; frees the graph."""
+        pairs = [(x, c) for x, c in zip(self.end.flat(), cotangents, strict=True) if c is not None]
+        outputs = {str(i): x for i, (x, _) in enumerate(pairs)}
+        edges = graph.edges(outputs)
+        self.end = Point({}, {})
+        given = {str(i): c for i, (_, c) in enumerate(pairs)}
+        return list(graph.vector_product(edges, self.inputs(begin), given, retain_graph=False))
+
+    def push(self) -> graph.Pushforward:
+        """The map from changes of `inputs` to changes of the end."""
+        return graph.Pushforward(self.end.flat(), self.inputs())
+
+
+def _in_turn(batch: Any) -> list[tuple[Any, float]]:
+    if not isinstance(batch, Batches):
+        raise ArgumentError(
+            "fresh_batches=True needs several training batches; got one. Pass Batches([...]), or leave it out."
+        )
+    return weighted(batch)

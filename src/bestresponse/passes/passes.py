@@ -1,0 +1,295 @@
+"""Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._tree import Tree
+from ..batches import weighted
+from ..errors import EvaluationError, SecondDerivativeError, named
+from . import graph, random_state
+from .checked_loss import checked_loss, refuse_not_finite
+from .embedding import dense_embeddings, has_max_norm
+from .foreign_parameters import foreign_parameters, warn_of_foreign_parameters
+from .forms import first_derivatives, second_derivatives
+from .module_state import LARGEST, ModuleState, places_of
+from .substitution import Losses, no_checkpoints, places
+from .two_losses import TwoLosses
+
+Buffers = dict[nn.Module, dict[str, Tensor | None]]
+
+P = TypeVar("P", bound=TwoLosses)
+
+_innermost: ContextVar["Passes[Any] | None"] = ContextVar("_innermost", default=None)
+
+
+class Passes(Generic[P]):
+    """Runs a problem's losses so that nothing of it is left behind.
+
+    Buffers, training modes, ``.grad`` and the random state of every device are put back at the end, also after
+    an error. Each pass starts from the same buffers and the same random state, so that all of them see
+    the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
+    state of its own. The same holds for what registered modules keep beside weights and buffers: frozen parameters,
+    and attributes with their entries (numbers, tensors, generators, lists), but nothing deeper. Tensors that do not
+    fit into 256 MiB together are not put back, but named where they changed. A pass that changes a weight or
+    a hyperparameter is an error. Embeddings have dense gradients.
+
+    For second derivatives, attention and recurrent layers run by plain operations, and convolutions and norms in
+    forms of our own, since torch's backward of them has no derivative, a wrong one or a slow one. For first
+    derivatives, recurrent layers in eval mode run without cuDNN, which refuses them.
+
+    Attributes:
+        problem: whose losses they are.
+        weight_optimizer: what trains the weights, for methods that look at its state; None if not known.
+        twice: whether the losses will be differentiated twice.
+        statistics_follow: whether running statistics follow the weights; else they are constants.
+    """
+
+    def __init__(
+        self,
+        problem: P,
+        seed: int | None = None,
+        weight_optimizer: Optimizer | None = None,
+        twice: bool = True,
+    ) -> None:
+        self.problem, self.weight_optimizer, self.twice = problem, weight_optimizer, twice
+        self.statistics_follow = True
+        self._seed = seed
+        self._carried: Buffers = {}
+        self._number = 0
+        self._losses = Losses(problem.model, problem.hyper)
+        self._validating = False
+        self._foreign: dict[str, list[nn.Parameter]] = {}
+
+    def __enter__(self) -> Self:
+        problem, scripted = self.problem, torch.jit.ScriptModule
+        modules = (*problem.model.modules(), *problem.hyper.modules())
+        self._training = {module: module.training for module in modules}
+        self._stack = ExitStack()
+        with self._stack:
+            self._stack.enter_context(torch.inference_mode(False))
+            self._stack.enter_context(dense_embeddings(self._training, self.twice))
+            self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
+            self._live = problem.live()
+            renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are put back below
+            self._fixed = {n: p for n, p in self._live.items() if id(p) not in renormed}
+            self._grads = [(p, p.grad) for p in self._live.values()]
+            self._state = ModuleState(self._training, self._live, problem.watch.silent, problem.watch.first)
+            self._before = self._replayed = random_state.snapshot()
+            self._stack.callback(self._restore)
+            outer = _innermost.set(self)
+            self._stack.callback(lambda: _innermost.reset(outer))
+            self._stack.enter_context(torch.enable_grad())
+            for p in self._live.values():
+                p.grad = None
+            if self.twice:
+                self._stack.enter_context(second_derivatives())
+            elif any(isinstance(m, nn.RNNBase) for m in modules):
+                self._stack.enter_context(first_derivatives())
+            if self._seed is not None:
+                random_state.seed_all(self._seed)
+                self._replayed = random_state.snapshot()
+            self.replay()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def innermost(self) -> bool:
+        """Whether no other passes run inside of these, as those of a hypergradient that a loss computes."""
+        return _innermost.get() is self
+
+    def train_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
+        """L_T at the live weights, or at ``weights`` in their place, as a checked scalar."""
+        return self._mean("train_loss", batch, weights)
+
+    def val_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
+        """L_V, likewise, in the mode that the problem asks for; differentiate it within `validating`."""
+        with self.validating():
+            return self._mean("val_loss", batch, weights)
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """The mode of the validation loss, for its backward pass too, which may run parts of the model again."""
+        if self.problem.val_mode == "as_is" or self._validating:
+            yield
+            return
+        try:
+            self._validating = True
+            with self.eval_mode():
+                yield
+        finally:
+            self._validating = False
+
+    def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """A context for what runs a loss, or a part of it: raises where it edits weights or hyperparameters."""
+        return self.problem.watch.over(name, {**self._fixed, **(weights or {})})
+
+    def conclude(self) -> None:
+        """Name parameters of others in the losses, after the last pass."""
+        self._refuse_filled()
+        for name, foreign in self._foreign.items():
+            warn_of_foreign_parameters(self.problem, name, foreign)
+
+    def _refuse_filled(self) -> None:
+        """Raise where a backward pass put the gradients of weights into their ``.grad``."""
+        if filled := [name for name, p in self._live.items() if p.grad is not None]:
+            raise SecondDerivativeError(
+                f"the derivatives of {named(filled)} must come out of torch.autograd.grad; a function of the model "
+                "runs a backward pass inside its own, which fills .grad in their place (reversible blocks, home-made "
+                "checkpoints), so that paths are lost. Use torch.utils.checkpoint with use_reentrant=False, or run "
+                "these parts without it."
+            )
+
+    @contextmanager
+    def numbered(self, number: int) -> Iterator[None]:
+        """Run passes as those of the batch with this number among several."""
+        try:
+            self._number = number
+            yield
+        finally:
+            self._number = 0
+
+    def _mean(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
+        pieces = weighted(batch)
+        if len(pieces) == 1:
+            return self._run(name, pieces[0][0], weights)
+        losses, carried = [], self._carried
+        try:
+            for number, (piece, weight) in enumerate(pieces):
+                with self.numbered(number):
+                    losses.append(weight * self._run(name, piece, weights))
+                if name == "train_loss" and weights is not None:
+                    # In steps ahead of the weights, running statistics see one piece after the other.
+                    self.carry(self.buffers())
+        finally:
+            self._carried = carried
+        return torch.stack(losses).sum()
+
+    def _run(self, name: str, batch: Any, weights: Tree | None) -> Tensor:
+        self._refuse_filled()
+        self.replay()
+        problem, function = self.problem, getattr(self.problem, name)
+        with self.unmoved(name, weights):
+            if weights is None:
+                loss = function(problem.model, problem.hyper, batch)
+            else:
+                placed = {place: weights[name] for place, name in self._places.items()}
+                with no_checkpoints():
+                    loss = torch.func.functional_call(
+                        self._losses, placed, (function, batch), tie_weights=False
+                    )
+        self._state.unfreeze()
+        for p in self._live.values():  # a backward pass inside the loss fills them too
+            p.grad = None
+        loss = checked_loss(name, loss)
+        if problem.watch.first and (foreign := foreign_parameters(problem, loss)):
+            self._foreign[name] = foreign
+        refuse_not_finite(name, loss)
+        if weights is not None:
+            self._refuse_captured(name, loss, weights)
+        return loss
+
+    def carry(self, buffers: Buffers) -> None:
+        """Let all following passes start from these buffers; from those at the beginning with an empty dict."""
+        self._carried = buffers
+
+    def buffers(self) -> Buffers:
+        """The buffers as the last pass left them; they are no longer changed."""
+        return {m: {n: m._buffers.get(n) for n in buffers} for m, buffers in self._buffers.items() if buffers}
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        """Where each weight is."""
+        return places(self._losses, self.problem.weights)
+
+    def replay(self) -> None:
+        """Start a pass: buffers, attributes and random state as they were, no weight cast before."""
+        torch.clear_autocast_cache()
+        self._collect()
+        self._state.restore()
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Buffers and random state as at the start of the pass, for a backward pass that runs parts of it again."""
+        copies: dict[int, Tensor] = {}
+        for module, buffers in self._buffers.items():
+            carried = self._carried.get(module, {})
+            for name, kept in buffers.items():
+                buffer = carried.get(name, kept)
+                if buffer is not None and id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                module._buffers[name] = None if buffer is None else copies[id(buffer)]
+        random_state.restore(self._replayed)
+        if self._number:
+            random_state.seed_all(int(torch.randint(2**62, ())) + self._number)
+
+    def _restore(self) -> None:
+        self._collect()
+        for module, buffers in self._buffers.items():
+            module._buffers.update(buffers)
+        moved = self._state.moved()
+        self._state.restore()
+        for module, training in self._training.items():
+            module.training = training
+        for p, grad in self._grads:
+            p.grad = grad
+        random_state.restore(self._before)
+        if moved:
+            self._tell(moved)
+
+    def _collect(self) -> None:
+        """Take over buffers that a pass made or grew: a cache, to which other state of the module belongs."""
+        for module, buffers in self._buffers.items():
+            for name, buffer in module._buffers.items():
+                kept = buffers.get(name)
+                if name not in buffers or (
+                    buffer is not None and (kept is None or kept.shape != buffer.shape)
+                ):
+                    buffers[name] = buffer
+                    self._state.take_over(module)
+
+    def _tell(self, moved: Sequence[Tensor]) -> None:
+        """Name tensors that passes changed and that are too large to be put back, once."""
+        names = named(places_of(self._losses, moved))
+        self.problem.warn_once(
+            "too large",
+            f"a pass changed {names}, and the tensors of the modules beside weights and buffers are larger than "
+            f"{LARGEST // 2**20} MiB, of which the largest are not put back: each hypergradient leaves a trace in "
+            "them. Update them outside the losses.",
+        )
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Eval mode for all modules, and then each as it was."""
+        try:
+            self.problem.model.eval()
+            self.problem.hyper.eval()
+            yield
+        finally:
+            for module, training in self._training.items():
+                module.training = training
+
+    def _refuse_captured(self, name: str, loss: Tensor, weights: Tree) -> None:
+        reached = graph.leaves(loss, until=weights.values())
+        captured = [key for key, w in self.problem.weights.items() if id(w) in reached]
+        if captured:
+            raise EvaluationError(
+                f"{name} must read the weights through its argument model, since this method puts other "
+                f"tensors in their place; it used the original {captured[:5]} as well. Replace the "
+                "captured module or parameter in the function by its argument."
+            )

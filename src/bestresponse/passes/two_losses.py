@@ -1,0 +1,35 @@
+"""What a run of the losses reads of a problem."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .watch import Watch
+
+
+class TwoLosses(Protocol):
+    """A training and a validation loss over weights and hyperparameters, as `Problem` has them.
+
+    Attributes:
+        weights, hyperparameters: the live parameters by name.
+        watch: compares both before and after the passes.
+    """
+
+    model: nn.Module
+    hyper: nn.Module
+    train_loss: Any
+    val_loss: Any
+    watch: Watch
+    weights: dict[str, nn.Parameter]
+    hyperparameters: dict[str, nn.Parameter]
+
+    @property
+    def val_mode(self) -> str:
+        """The mode of the validation loss: "eval" or "as_is"."""
+
+    def live(self) -> Mapping[str, Tensor]:
+        """Weights and hyperparameters together."""
+
+    def warn_once(self, key: object, message: str) -> None:
+        """Give a warning the first time that ``key`` comes up."""

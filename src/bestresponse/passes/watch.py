@@ -1,0 +1,81 @@
+"""Weights and hyperparameters stay as they are in a pass: whoever edits them is named."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..errors import EvaluationError, named
+from .module_state import put_back, same_bits, sum_of_bits
+
+
+class Watch:
+    """Compares weights and hyperparameters before and after a pass, and raises where they moved.
+
+    The first hypergradient of a problem compares values, which also shows edits through ``.data``. Later ones
+    compare values where the first one met an edit in place, and else the versions of the tensors.
+
+    Attributes:
+        first: whether the first hypergradient runs now.
+        done: whether it has run to its end.
+        silent: identities of other tensors that change without a trace in their version.
+    """
+
+    def __init__(self) -> None:
+        self.first = self.done = False
+        self.silent: set[int] = set()
+        self._edited: set[str] = set()
+
+    @contextmanager
+    def hypergradient(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compare around the whole first hypergradient, with its backward passes: sums of all bits, without a copy."""
+        if self.done:
+            yield
+            return
+        self.first = True
+        try:
+            before = {key: sum_of_bits(x) for key, x in tensors.items()}
+            yield
+            if moved := [key for key, x in tensors.items() if sum_of_bits(x) != before[key]]:
+                raise _moved("a hypergradient's backward pass", moved, "They could not be put back.")
+            self.done = True
+        finally:
+            self.first = False
+
+    @contextmanager
+    def over(self, name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Raise where one pass of the loss of this name changes one of these."""
+        versions = {key: x._version for key, x in tensors.items()}
+        kept = {key: x for key, x in tensors.items() if self.first or key in self._edited}
+        with unmoved(name, kept):
+            yield
+        edited = [key for key, version in versions.items() if tensors[key]._version != version]
+        if self.first:
+            self._edited.update(edited)
+        elif self.done and (unseen := [key for key in edited if key not in self._edited]):
+            raise _moved(name, unseen, "They could not be put back.")
+
+
+@contextmanager
+def unmoved(name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put back what has other values at the end, and raise where nothing else was raised."""
+    kept = {key: x.detach().clone() for key, x in tensors.items()}
+    moved: list[str] = []
+    try:
+        yield
+    finally:
+        for key, x in tensors.items():
+            if not same_bits(x, kept[key]):
+                put_back(x, kept[key])
+                moved.append(key)
+    if moved:
+        raise _moved(name, moved, "They are as before again.")
+
+
+def _moved(name: str, keys: list[str], end: str) -> EvaluationError:
+    return EvaluationError(
+        f"{name} must leave weights and hyperparameters as they are; it changed the values of {named(keys)} in place "
+        "(clamp_, copy_, .data and the like), which autograd does not see. Compute bounded or normalised weights from "
+        "the parameters in forward (torch.nn.utils.parametrize), move parameters after the optimiser's step, and "
+        f"initialise by data before the problem is used. {end}"
+    )

@@ -1,0 +1,266 @@
+"""Callbacks of `Tuner`: plain callables that it calls with itself after each hyper-step.
+
+One with a method ``close()`` has it called when a run ends, also by an error or an interrupt.
+Any function of the tuner will do; it reads ``tuner.history`` and may call ``tuner.stop(reason)``.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from ..errors import ArgumentError
+from ..solvers.base import require_integer
+from .run import Run
+
+
+class Progress:
+    """A progress bar with both losses, the hypergradient's norm, and the time left."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+
+    def __call__(self, tuner: Run) -> None:
+        if self._bar is None:
+            begun = tuner.hyper_step - 1
+            self._bar = tqdm(
+                total=tuner.last_hyper_step, initial=begun, unit="hyper-step", dynamic_ncols=True
+            )
+        row = tuner.history[-1]
+        shown = {
+            "train": f"{row['train_loss']:.3g}",
+            "val": f"{row['val_loss']:.3g}",
+            "|dL/dλ|": f"{row['hypergradient_norm']:.2g}",
+        }
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Evaluate:
+    """Measure held-out data: what is tuned on validation data fits it better than anything else.
+
+    Args:
+        function: (model, hyper) -> dict of numbers, which are added to the row in the history. It runs in
+            eval mode without gradients, and leaves random state and buffers as they were.
+        every: hyper-steps between two measurements; the last one that `Tuner.fit` was asked for is measured
+            in any case.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Mapping[str, float]], every: int = 1) -> None:
+        require_integer("Evaluate.every", every, 1)
+        self.function, self.every = function, every
+
+    def __call__(self, tuner: Run) -> None:
+        if tuner.hyper_step % self.every and tuner.hyper_step != tuner.last_hyper_step:
+            return
+        problem = tuner.problem
+        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad():
+            values = self.function(problem.model, problem.hyper)
+        tuner.history[-1].update({name: float(value) for name, value in values.items()})
+
+
+class KeepBest:
+    """Keep a copy of weights, buffers and hyperparameters where a number of the history was best.
+
+    `restore` puts it back. The copy is made when the hyper-step is done: a row's ``val_loss`` was measured at
+    its weights, just before its hyperparameters moved.
+
+    Args:
+        key: the number's name in the rows, such as "val_loss" or one that `Evaluate` adds.
+        mode: whether "min" or "max" is best.
+    """
+
+    def __init__(self, key: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
+        _check_mode("KeepBest", mode)
+        self.key, self.mode = key, mode
+        self.row: dict[str, Any] | None = None
+        self._model: dict[str, Any] = {}
+        self._hyper: dict[str, Any] = {}
+
+    def __call__(self, tuner: Run) -> None:
+        row = tuner.history[-1]
+        if not _improves(row, self.row, self.key, self.mode):
+            return
+        self.row = row
+        self._model = deepcopy(tuner.problem.model.state_dict())
+        self._hyper = deepcopy(tuner.problem.hyper.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best state so far."""
+        return {"row": self.row, "model": self._model, "hyper": self._hyper}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`."""
+        self.row, self._model, self._hyper = state["row"], state["model"], state["hyper"]
+
+    def restore(self, tuner: Run) -> None:
+        """Put the best state back into the modules.
+
+        Raises:
+            ArgumentError: no row has had the number yet.
+        """
+        if self.row is None:
+            raise ArgumentError(f"KeepBest needs a row with {self.key!r} before it can restore; got none.")
+        tuner.problem.model.load_state_dict(self._model)
+        tuner.problem.hyper.load_state_dict(self._hyper)
+
+
+class Checkpoint:
+    """Save the run every few hyper-steps, after all other callbacks; `Tuner.load` goes on from there.
+
+    Args:
+        path: the file; it is replaced, whole at any time.
+        every: hyper-steps between two saves; the last one that `Tuner.fit` was asked for, and one that stops
+            the run, are saved in any case.
+    """
+
+    def __init__(self, path: str | Path, every: int = 1) -> None:
+        require_integer("Checkpoint.every", every, 1)
+        self.path, self.every = Path(path), every
+
+    def __call__(self, tuner: Run) -> None:
+        last = tuner.hyper_step == tuner.last_hyper_step or tuner.stopped is not None
+        if last or tuner.hyper_step % self.every == 0:
+            tuner.save(self.path)
+
+
+class EarlyStopping:
+    """Stop a run when a number of the history has not improved for a while.
+
+    Args:
+        key: the number's name in the rows; rows without it do not count.
+        patience: rows with it to wait for an improvement.
+        mode: whether "min" or "max" is best.
+    """
+
+    def __init__(
+        self, key: str = "val_loss", patience: int = 20, mode: Literal["min", "max"] = "min"
+    ) -> None:
+        _check_mode("EarlyStopping", mode)
+        require_integer("EarlyStopping.patience", patience, 1)
+        self.key, self.patience, self.mode = key, patience, mode
+        self._best: dict[str, Any] | None = None
+        self._waited = 0
+
+    def __call__(self, tuner: Run) -> None:
+        row = tuner.history[-1]
+        if self.key not in row:
+            return
+        if _improves(row, self._best, self.key, self.mode):
+            self._best, self._waited = row, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            best = "nothing" if self._best is None else f"{self._best[self.key]:.4g}"
+            tuner.stop(f"{self.key} has not improved on {best} for {self.patience} measurements")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best row, and how long there was none better."""
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`."""
+        stopped = state["waited"] >= self.patience  # a run that goes on after it was stopped waits anew
+        self._best, self._waited = state["best"], 0 if stopped else state["waited"]
+
+    def close(self) -> None:
+        """Wait anew when another run begins."""
+        self._waited = 0
+
+
+class JSONLines:
+    """Write each row of the history to a file as it comes, a JSON object a line.
+
+    Args:
+        path: the file; rows are appended. A run that goes on from a saved state first removes the rows that
+            were written after it was saved.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: IO[str] | None = None
+        self._resumed = False
+
+    def __call__(self, tuner: Run) -> None:
+        if self._resumed and self.path.exists():
+            self._cut(tuner.hyper_step)
+        self._resumed = False
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(to_json(tuner.history[-1]) + "\n")
+        self._file.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which file it is."""
+        return {"path": str(self.path.resolve())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remove the rows from the next one on, when that is written; those of another file stay."""
+        self.close()
+        self._resumed = state["path"] == str(self.path.resolve())
+
+    def _cut(self, hyper_step: int) -> None:
+        """Remove the rows from ``hyper_step`` on, and a last one that was not written to its end."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        kept = []
+        for line in lines:
+            try:
+                kept += [line] if json.loads(line)["hyper_step"] < hyper_step else []
+            except (ValueError, KeyError, TypeError):
+                continue
+        replace_text(self.path, "".join(f"{line}\n" for line in kept))
+
+    def close(self) -> None:
+        """Close the file; the next row opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that it is either the old one or the new one, and never a part."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """A JSON text that every reader accepts: numbers that are not finite become null, other objects text."""
+    return json.dumps(_plain(value), ensure_ascii=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _check_mode(name: str, mode: str) -> None:
+    if mode not in ("min", "max"):
+        raise ArgumentError(f'{name}.mode must be "min" or "max"; got {mode!r}.')
+
+
+def _improves(row: Mapping[str, Any], best: Mapping[str, Any] | None, key: str, mode: str) -> bool:
+    if row.get(key) is None or math.isnan(row[key]):
+        return False
+    if best is None:
+        return True
+    return bool(row[key] < best[key] if mode == "min" else row[key] > best[key])

@@ -1,0 +1,234 @@
+"""Save and load a whole run: one file, written atomically, from which it goes on as if nothing had happened."""
+
+import contextlib
+import os
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..passes import random_state
+from ..errors import ArgumentError, BestResponseWarning
+from ..problem import MethodState, settings_of
+from .run import SavedRun
+
+_FORMAT = 2
+_PROGRESS = ("hyper_step", "weight_step", "history")
+_SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
+_MODULES = ("model", "hyper")
+_PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_scheduler")
+
+
+def save(tuner: SavedRun, path: str | Path) -> None:
+    """Write everything that ``tuner`` needs to go on; see `Tuner.save`."""
+    problem = tuner.problem
+    state = problem.state(tuner.method)
+    # A run that was loaded and has not gone on since is still where it was saved.
+    where = tuner.resumed or {
+        "streams": {name: stream.state() for name, stream in tuner.streams.items()},
+        "random": random_state.snapshot(),
+    }
+    content: dict[str, Any] = {
+        "bestresponse": _FORMAT,
+        "modules": {name: _module_state(getattr(problem, name)) for name in _MODULES},
+        "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
+        "method": {
+            "settings": settings_of(tuner.method),
+            "solution": state.solution,
+            "memory": state.memory,
+            "parts": {n: problem.state(x).memory for n, x in tuner.method.parts_that_remember().items()},
+        },
+        "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
+        "progress": {name: getattr(tuner, name) for name in _PROGRESS},
+        "settings": {name: getattr(tuner, name) for name in _SETTINGS},
+        **where,
+    }
+    content = {name: _as_data(value, name) for name, value in content.items()}
+    path = Path(path)
+    if not path.name:
+        raise ArgumentError(f"Tuner.save needs a path of a file that can be written; got {str(path)!r}.")
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise ArgumentError(
+            f"Tuner.save needs a path of a file that can be written; got {str(path)!r}: {error.strerror}."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def load(tuner: SavedRun, path: str | Path) -> None:
+    """Put ``tuner`` where the run was that was saved; see `Tuner.load`."""
+    content = _read(path)
+    problem, parts = tuner.problem, _parts(tuner)
+    for name in _MODULES:
+        _check_module(name, getattr(problem, name), content["modules"][name])
+    kinds = {name: type(part).__name__ for name, part in parts.items()}
+    saved = {name: kind for name, (kind, _) in content["parts"].items()}
+    if kinds != saved:
+        raise ArgumentError(
+            f"the tuner must be made as the one that was saved, with {saved}; got {kinds}. Make it in the same way."
+        )
+    differing = [f"{n}={x!r}" for n, x in content["settings"].items() if getattr(tuner, n) != x]
+    if differing:
+        warnings.warn(
+            f"the run goes on with this tuner's settings; the saved one had {', '.join(differing)}.",
+            BestResponseWarning,
+            stacklevel=3,
+        )
+    _load_parts(parts, {name: state for name, (_, state) in content["parts"].items()})
+    for name in _MODULES:
+        _load_module(getattr(problem, name), content["modules"][name])
+    _load_method(tuner, content["method"])
+    for name in _PROGRESS:
+        setattr(tuner, name, content["progress"][name])
+    tuner.streams.clear()
+    tuner.resumed = {"streams": content["streams"], "random": content["random"]}
+    waiting = list(content["callbacks"])
+    for callback in _stateful(tuner):
+        found = next((x for x in waiting if x[0] == type(callback).__name__), None)
+        if found is not None:
+            waiting.remove(found)
+            callback.load_state_dict(found[1])
+
+
+def _parts(tuner: SavedRun) -> dict[str, Any]:
+    """Optimisers and schedulers; a function that moves the weights counts if it has a state."""
+    parts = {name: getattr(tuner, name) for name in _PARTS}
+    return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+
+
+def _stateful(tuner: SavedRun) -> list[Any]:
+    return [c for c in tuner.callbacks if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
+
+
+def _load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """All of them or none."""
+    before: list[tuple[Any, Any]] = []
+    for name, part in parts.items():
+        earlier = part.state_dict()
+        try:
+            part.load_state_dict(states[name])
+        except (ValueError, KeyError) as error:
+            for other, state in before:
+                other.load_state_dict(state)
+            raise ArgumentError(f"{name} must be like the one that was saved: {error}") from error
+        before.append((part, earlier))
+
+
+def _as_data(value: Any, place: str) -> Any:
+    """The same as tensors and Python's own types, which can be read back without running code.
+
+    Raises:
+        ArgumentError: there is something else in it; the message says where.
+    """
+    if value is None or isinstance(value, bytes | Tensor | torch.Size | torch.dtype | torch.device):
+        return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):  # NumPy's float64 and enumerations of texts are subclasses
+            return value if type(value) is kind else kind(value)
+    if isinstance(value, dict):
+        data = {_as_data(k, place): _as_data(x, f"{place}[{k!r}]") for k, x in value.items()}
+        # A module's state keeps versions in an attribute; a counter or a default dict its kind.
+        unchanged = all(data.get(k) is x for k, x in value.items())
+        return value if unchanged and type(value) in (OrderedDict, Counter) else data
+    if type(value) in (list, tuple):
+        return type(value)(_as_data(x, f"{place}[{i}]") for i, x in enumerate(value))
+    if isinstance(value, set | frozenset):
+        return set(_as_data(sorted(value), place))
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
+        return _as_data(value.tolist(), place)
+    raise ArgumentError(
+        f"what Tuner.save writes must be tensors and plain data (numbers, texts, lists, dicts); got a "
+        f"{type(value).__name__} at {place}. Leave it out of that state_dict, or make plain data of it."
+    )
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    advice = f"Tuner.load needs a file written by Tuner.save; got {str(path)!r}"
+    if not Path(path).is_file():
+        raise ArgumentError(f"{advice}, where there is no file.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever reading something else may raise
+        raise ArgumentError(
+            f"{advice}, which cannot be read: {str(error) or type(error).__name__}"
+        ) from error
+    if not isinstance(content, dict) or content.get("bestresponse") != _FORMAT or "random" not in content:
+        raise ArgumentError(f"{advice}, which is something else.")
+    return content
+
+
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    """The state dict, and beside it the buffers that it leaves out."""
+    state = module.state_dict()
+    return {"state": state, "buffers": {n: b for n, b in module.named_buffers() if n not in state}}
+
+
+def _check_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> None:
+    present, stored = _shapes(module.state_dict()), _shapes(saved["state"])
+    if present != stored:
+        differing = sorted(n for n in present.keys() | stored.keys() if present.get(n) != stored.get(n))
+        raise ArgumentError(
+            f"{name} must have the tensors that were saved; it differs in {differing[:5]}. Make it in the same way."
+        )
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: (x.shape, x.dtype) if isinstance(x, Tensor) else None for n, x in state.items()}
+
+
+@torch.no_grad()
+def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    module.load_state_dict(saved["state"])
+    for name, value in saved["buffers"].items():
+        place, _, leaf = name.rpartition(".")
+        with contextlib.suppress(AttributeError):
+            owner = module.get_submodule(place)
+            before = owner._buffers.get(leaf)
+            if before is not None and before.shape == value.shape:
+                before.copy_(value)  # in place: it may be shared
+            else:
+                owner._buffers[leaf] = value if before is None else value.to(before.device)
+
+
+def _load_method(tuner: SavedRun, saved: Mapping[str, Any]) -> None:
+    problem = tuner.problem
+    if saved["settings"] != settings_of(tuner.method):
+        warnings.warn(
+            f"what the method remembers is not restored, since it has other settings: saved by {saved['settings']}, "
+            f"got {settings_of(tuner.method)}.",
+            BestResponseWarning,
+            stacklevel=4,
+        )
+        problem.forget(tuner.method)
+        return
+    place = next(iter(problem.weights.values())).device
+    solution, memory = (_placed(saved[key], problem.weights, place) for key in ("solution", "memory"))
+    problem.remember(tuner.method, MethodState(solution, memory))
+    for name, part in tuner.method.parts_that_remember().items():
+        problem.remember(part, MethodState(None, _placed(saved["parts"].get(name, {}), problem.weights, place)))
+
+
+def _placed(value: Any, weights: Mapping[str, Tensor], place: torch.device) -> Any:
+    """The same data with its tensors where the weights are."""
+    if isinstance(value, Tensor):
+        return value.to(place)
+    if isinstance(value, dict):
+        return {
+            k: _placed(x, weights, weights[k].device if k in weights else place) for k, x in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(x, weights, place) for x in value)
+    return value

@@ -1,0 +1,100 @@
+"""What `Tuner` requires of its optimisers, and their settings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..hyperparameters import Kinked
+from ..hyperparameters.orthant import fitting
+from ..problem import Problem
+
+
+def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
+    if not isinstance(problem, Problem):
+        raise ArgumentTypeError(f"Tuner.problem must be a Problem; got {type(problem).__name__}.")
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer) or isinstance(optimizer, type):
+            raise ArgumentTypeError(
+                "the weight optimiser must be a torch optimiser or a function (problem, batch) -> None; "
+                f"got {optimizer!r}."
+            )
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            "the weight optimiser must step without a closure; got LBFGS. Pass a function (problem, batch) -> None "
+            "that calls its step(closure)."
+        )
+    decayed = {g["weight_decay"] for g in optimizer.param_groups if g.get("weight_decay", 0) != 0}
+    if decayed:
+        raise ArgumentError(
+            "the weight optimiser must have weight_decay=0, since its own decay moves the weights but is not in "
+            f"train_loss, which is differentiated; got {sorted(decayed)}. Add the decay to train_loss, where it "
+            "can be tuned too: hyperparameters.WeightDecay."
+        )
+    if any(g.get("maximize") for g in optimizer.param_groups):
+        raise ArgumentError(
+            "the weight optimiser must minimise train_loss; got maximize=True. Leave it out, or turn the "
+            "loss's sign."
+        )
+    held = _held(optimizer)
+    tuned = [n for n, p in problem.hyperparameters.items() if id(p) in held]
+    missing = [n for n, w in problem.weights.items() if id(w) not in held]
+    if tuned:
+        raise ArgumentError(
+            f"the weight optimiser must hold weights only; got the hyperparameters {tuned[:5]} too. "
+            "Make it with problem.weights.values()."
+        )
+    if missing:
+        raise ArgumentError(
+            f"the weight optimiser must hold every weight; it lacks {missing[:5]}. Make it with "
+            "problem.weights.values(), or freeze those with requires_grad_(False) before Problem is made."
+        )
+
+
+def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"the hyper-optimiser must be a torch optimiser; got {type(optimizer).__name__}."
+        )
+    held = _held(optimizer)
+    weights = [n for n, w in problem.weights.items() if id(w) in held]
+    missing = [n for n, p in problem.hyperparameters.items() if id(p) not in held]
+    if weights or missing:
+        what = f"the weights {weights[:5]} too" if weights else f"none of {missing[:5]}"
+        raise ArgumentError(
+            f"the hyper-optimiser must hold every hyperparameter and nothing else; got {what}. "
+            "Make it with problem.hyperparameters.values()."
+        )
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+    """Put the settings of all groups back."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
+
+
+def first_settings(optimizer: object) -> list[dict[str, Any]]:
+    """The parameter groups as they were before a scheduler moved a rate (some do so when they are made)."""
+    if not isinstance(optimizer, Optimizer):
+        return []
+    return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+
+
+def penalties_at_zero(problem: Problem) -> list[Kinked]:
+    """The penalties with a kink at zero; warns of those whose weights are not known."""
+    fit, others = fitting(problem.hyper, problem.model)
+    if others:
+        problem.warn_once(
+            "kinked penalties",
+            f"{[type(module).__name__ for module in others]} have kinks at zero and were made for a part of the model: "
+            "Tuner can't hold weights at zero for them, and hypergradients take the weights as responding. Make them "
+            "with the model of the problem, as in WeightDecay(model, power=1, exclude=[...]).",
+        )
+    return fit

@@ -1,0 +1,102 @@
+"""The batches of a collection again and again, with a position that can be saved and found again."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..passes import random_state
+from ..batches import Batches
+from ..errors import ArgumentError, ArgumentTypeError, BestResponseWarning
+
+
+class Stream:
+    """A collection's batches, each round a new ``iter()``.
+
+    A position is found again by starting the round from the random states that it started from, and going
+    through its first batches; a loader with ``state_dict`` and ``load_state_dict`` keeps its position itself.
+    """
+
+    def __init__(self, name: str, batches: Iterable[Any]) -> None:
+        if not isinstance(batches, Iterable):
+            raise ArgumentTypeError(
+                f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
+            )
+        if isinstance(batches, Batches):
+            raise ArgumentTypeError(
+                f"{name} must be a collection of batches; got Batches, which stands for one batch. Pass [Batches(...)] "
+                "to use all of them at each step, or a list to use one after the other."
+            )
+        if isinstance(batches, Iterator):
+            raise ArgumentError(
+                f"{name} must be a collection that can be gone through again; got the iterator "
+                f"{type(batches).__name__}, which is empty after one epoch. Pass the loader itself, or list(...)."
+            )
+        self.name, self.batches = name, batches
+        self._iterator: Iterator[Any] | None = None
+        self._taken = 0
+        self._opening: dict[str, Any] = {}
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                self._begin()
+            assert self._iterator is not None
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                if self._taken == 0:
+                    break
+                continue
+            self._taken += 1
+            return batch
+        raise ArgumentError(
+            f"{self.name} must hold at least one batch; got none. Is drop_last dropping all of it?"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream is, as data that can be saved."""
+        if self._iterator is None:
+            return {}
+        if self._keeps_position():
+            return {"loader": self.batches.state_dict()}  # type: ignore[attr-defined]
+        if getattr(self.batches, "persistent_workers", False):
+            warnings.warn(
+                f"{self.name} has persistent workers, which cannot be put back where they are: from the second round "
+                "on a restored run gets other batches. Use persistent_workers=False, or a loader with a state_dict "
+                "(torchdata's StatefulDataLoader).",
+                BestResponseWarning,
+                stacklevel=2,
+            )
+        own = random_state.states_of(self._generators())
+        return {"taken": self._taken, "opening": self._opening, "own": own}
+
+    def find(self, state: dict[str, Any]) -> None:
+        """Go to where a stream of the same collection was; the caller puts the global random state back."""
+        if "loader" in state:
+            self.batches.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._begin()
+            self._taken = 1  # an empty rest of a round is no empty collection
+        elif state:
+            random_state.restore(state["opening"]["shared"])
+            random_state.set_states(self._generators(), state["opening"]["own"])
+            self._begin()
+            assert self._iterator is not None
+            for _ in range(state["taken"]):
+                if next(self._iterator, self) is self:
+                    raise ArgumentError(
+                        f"{self.name} must be the collection that the run was saved with, {state['taken']} batches "
+                        f"into a round; got one of {self._taken}. Pass the same one."
+                    )
+                self._taken += 1
+            random_state.set_states(self._generators(), state["own"])
+
+    def _begin(self) -> None:
+        self._opening = {"shared": random_state.snapshot(), "own": random_state.states_of(self._generators())}
+        self._iterator, self._taken = iter(self.batches), 0
+
+    def _keeps_position(self) -> bool:
+        return all(callable(getattr(self.batches, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def _generators(self) -> dict[str, Any]:
+        return random_state.generators(self.batches)

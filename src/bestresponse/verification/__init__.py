@@ -1,0 +1,1 @@
+"""Derivatives against differences: what the first hypergradient of a problem verifies of itself."""

@@ -1,0 +1,180 @@
+"""A problem to experiment on: its losses on a copy of its modules in float64, and on a part of a batch."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batches import Batches
+from ..passes import graph
+from ..passes.arithmetic import arithmetic
+from ..problem import Problem
+
+# Parameters of the largest problem that is copied, and the examples that are left of a batch.
+LARGEST = 5_000_000
+_ROWS, _SHARE = 8, 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A problem to experiment on.
+
+    Attributes:
+        problem: the problem itself, or a copy of it.
+        train, val: the batches, or a part of them.
+        thing: what was copied along, such as a curvature with a module inside.
+        seed: of the random state of each pass.
+        exact: whether the losses come out in float64.
+    """
+
+    problem: Problem
+    train: Any
+    val: Any
+    thing: Any
+    seed: int | None
+    exact: bool
+
+
+def trials(
+    problem: Problem, train: Any, val: Any, thing: Any, seed: int | None, precise_first: bool = False
+) -> Iterator[Trial]:
+    """Where to experiment, in turn: on a part of the batch, then on all of it; the problem itself, then a float64 copy.
+
+    A problem in float64 serves as it is. Tensors of the problem itself are to be put back.
+    """
+    parts = _part(train), _part(val)
+    whole = parts[0] is train and parts[1] is val
+    exact = all(x.dtype == torch.float64 for x in tensors_of(problem).values())
+    for batches in (parts,) if whole else (parts, (train, val)):
+        own = Trial(problem, *batches, thing, seed, exact)
+        if not precise_first or exact:
+            yield own
+        try:
+            copied = None if exact else _precise(own)
+        except Exception:  # modules that bear no copy, or no float64, for whatever reason
+            copied = None
+        if copied is not None:
+            yield copied
+        if precise_first and not exact:
+            yield own
+
+
+def _precise(own: Trial) -> Trial | None:
+    """A copy in float64, where one is small enough and has the same losses."""
+    if sum(x.numel() for x in tensors_of(own.problem).values()) > LARGEST:
+        return None
+    if any(x._backward_hooks for x in tensors_of(own.problem).values()):
+        return None  # a copy is without them
+    other, thing = twin((own.problem, own.thing), double=True)
+    train, val = doubled(own.train), doubled(own.val)
+    alike = is_alike(own.problem, other, "train_loss", (own.train, train), own.seed)
+    return Trial(other, train, val, thing, own.seed, True) if alike else None
+
+
+def twin(original: tuple[Problem, Any], double: bool) -> tuple[Problem, Any]:
+    """The same problem in modules of its own, in float64 if wanted, and what goes with it.
+
+    Raises whatever a copy of these modules raises.
+    """
+    problem, thing = original
+    model, hyper, thing = copy.deepcopy((problem.model, problem.hyper, thing))
+    if double:
+        model, hyper = model.double(), hyper.double()
+    other = copy.copy(problem)
+    other.model, other.hyper, other._states = model, hyper, weakref.WeakKeyDictionary()
+    parameters, tuned = dict(model.named_parameters()), dict(hyper.named_parameters())
+    other.weights = {n: parameters[n] for n in problem.weights}
+    other.hyperparameters = {n: tuned[n] for n in problem.hyperparameters}
+    return other, thing
+
+
+def is_alike(
+    problem: Problem,
+    other: Problem,
+    name: str,
+    batches: tuple[Any, Any],
+    seed: int | None,
+    double: bool = True,
+) -> bool:
+    """Whether a loss of a copy is that of the original, uses nothing of it, and is in float64 if wanted."""
+    values, reached = [], []
+    for one, batch in zip((problem, other), batches, strict=True):
+        with one.undisturbed(seed) as passes:
+            loss = getattr(passes, name)(batch)
+        leaves = graph.leaves(loss)
+        values.append(float(loss.detach()))
+        reached.append({n for n, x in tensors_of(one).items() if id(x) in leaves})
+    captured = any(id(x) in leaves for x in tensors_of(problem).values())
+    near = abs(values[0] - values[1]) <= 0.05 * max(map(abs, values)) + 1e-6
+    same = near and reached[0] == reached[1] and not captured
+    return same and (is_exact(loss) or not double)
+
+
+def is_exact(loss: Tensor) -> bool:
+    """Whether every part of a loss computes in float64."""
+    return arithmetic(loss).name == "float64"
+
+
+def judged_by_its_arithmetic(trial: Trial) -> Trial:
+    """The trial, not exact where a part of its losses computes in less than float64 after all."""
+    with trial.problem.undisturbed(trial.seed) as passes:
+        exact = is_exact(passes.train_loss(trial.train)) and is_exact(passes.val_loss(trial.val))
+    return replace(trial, exact=trial.exact and exact)
+
+
+def tensors_of(problem: Problem) -> dict[str, Tensor]:
+    """Weights by name, and hyperparameters by name after "hyper."."""
+    return {**problem.weights, **{f"hyper.{n}": p for n, p in problem.hyperparameters.items()}}
+
+
+def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with a function of each of its tensors, in tuples, lists and dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Batches):
+        return Batches([mapped(b, function) for b in batch], batch.weights, batch.recompute)
+    if isinstance(batch, dict):
+        return type(batch)({k: mapped(v, function) for k, v in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(v, function) for v in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(mapped(v, function) for v in batch)
+    return batch
+
+
+def doubled(batch: Any) -> Any:
+    """A batch with its floating-point tensors in float64."""
+    return mapped(batch, lambda x: x.double() if x.is_floating_point() else x)
+
+
+def _part(batch: Any) -> Any:
+    """Evenly spaced examples of a batch, or of each of several, whose tensors have one length; else all of it."""
+    try:
+        if isinstance(batch, Batches):
+            return Batches([_part(b) for b in batch], batch.weights, batch.recompute)
+        lengths: set[int] = set()
+        _measure(batch, lengths)
+        length = lengths.pop() if len(lengths) == 1 else 0
+        rows = max(_ROWS, length // _SHARE)
+        if length <= rows:
+            return batch
+        return mapped(batch, lambda x: x[:: length // rows][:rows] if x.ndim else x)
+    except Exception:  # collections and tensors that cannot be taken apart, for whatever reason
+        return batch
+
+
+def _measure(batch: Any, lengths: set[int]) -> None:
+    """Collect the lengths of the tensors; raise for what holds more than plain collections and plain tensors."""
+    if isinstance(batch, Tensor):
+        if type(batch) is not Tensor or batch.layout != torch.strided or batch.is_nested:
+            raise TypeError
+        lengths.update([len(batch)] if batch.ndim else [])
+    elif isinstance(batch, dict | list | tuple):
+        if type(batch) not in (dict, list, tuple) and not hasattr(batch, "_fields"):
+            raise TypeError
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            _measure(value, lengths)
