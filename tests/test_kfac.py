@@ -316,8 +316,8 @@ def test_the_inverse_is_that_of_the_products(decay, damping):
     like = {n: w.detach() for n, w in problem.weights.items()}
     r = {n: torch.randn_like(w) for n, w in like.items()}
     with problem.undisturbed() as passes:
-        inverse = curvature.inverse(passes, batch)
-    z = _tree.flatten(inverse(damping)(r))
+        inverse = curvature.make_preconditioner(passes, batch)
+    z = _tree.flatten(inverse.at(damping)(r))
     # A tenth of the largest eigenvalue of the blocks with factors is added.
     factored = (matrix - torch.diag(decays(problem)))[torch.tensor([*range(10), *range(26, 53)])][
         :, [*range(10), *range(26, 53)]
@@ -325,7 +325,7 @@ def test_the_inverse_is_that_of_the_products(decay, damping):
     steady = 0.1 * float(torch.linalg.eigvalsh(factored)[-1])
     shifted = matrix + (damping + steady) * torch.eye(len(matrix))
     assert torch.allclose(z, torch.linalg.solve(shifted, _tree.flatten(r)), rtol=1e-8, atol=1e-10)
-    whole = dense(inverse(damping), like)
+    whole = dense(inverse.at(damping), like)
     assert torch.allclose(whole, whole.T, atol=1e-10)
     assert float(torch.linalg.eigvalsh(whole).min()) > 0
 
@@ -336,7 +336,8 @@ def test_an_inverse_without_damping_or_decay_is_positive_definite():
     curvature = br.KFAC(predict, cross_entropy, lambda m, h, b: h(m))
     with problem.undisturbed() as passes:
         inverse = dense(
-            curvature.inverse(passes, batch)(0.0), {n: w.detach() for n, w in problem.weights.items()}
+            curvature.make_preconditioner(passes, batch).at(0.0),
+            {n: w.detach() for n, w in problem.weights.items()},
         )
     assert float(torch.linalg.eigvalsh(inverse).min()) > 0
     assert math.isfinite(float(inverse.abs().max()))
@@ -349,8 +350,8 @@ def test_several_batches_have_the_mean_of_the_factors():
     curvature = br.KFAC(predict, cross_entropy, problem.hyper)
     like = {n: w.detach() for n, w in problem.weights.items()}
     with problem.undisturbed() as passes:
-        one = dense(curvature.inverse(passes, batch)(0.1), like)
-        several = dense(curvature.inverse(passes, batches)(0.1), like)
+        one = dense(curvature.make_preconditioner(passes, batch).at(0.1), like)
+        several = dense(curvature.make_preconditioner(passes, batches).at(0.1), like)
     assert torch.allclose(one, several, atol=1e-10)
     method = br.Implicit(br.ConjugateGradient(40, tolerance=1e-10, preconditioner=curvature),
                          br.GaussNewton(predict, cross_entropy, problem.hyper))  # fmt: skip

@@ -65,3 +65,24 @@ def require_parameters(owner: str, function: Callable[..., Any], names: str) -> 
             f"{owner} must be a function ({names}); got one with the parameters {signature}: {error}. Bind further "
             "arguments with functools.partial, or take them from the batch."
         ) from error
+
+
+def require(condition: bool, name: str, required: str, got: object) -> None:
+    """Raise for an argument out of its range."""
+    if not condition:
+        raise ArgumentError(f"{name} must be {required}; got {got!r}.")
+
+
+def require_number(name: str, value: object) -> None:
+    """Raise for an argument unless it is a number: for a tensor or a string."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(
+            f"{name} must be a number; got {type(value).__name__} {value!r}. Pass a Python float or int."
+        )
+
+
+def require_integer(name: str, value: object, minimum: int) -> None:
+    """Raise for an argument unless it is an integer ≥ minimum."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an integer ≥ {minimum}; got {value!r}. Pass a Python int.")
+    require(value >= minimum, name, f"an integer ≥ {minimum}", value)

@@ -15,6 +15,7 @@ from . import _tree, passes
 from ._tree import Tree
 from .distributed import refuse_several_processes
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
+from .hyperparameters import KnownCurvature
 from .passes.substitution import Loss
 from .passes.watch import Watch
 
@@ -174,7 +175,7 @@ class Problem:
         A module that adds a term to the training loss can offer the diagonal of its Hessian as
         ``curvature_diagonal(model) -> dict of tensors by weight``; it is a preconditioner, no part of A.
         """
-        known: list[Any] = [m for m in self.hyper.modules() if hasattr(m, "curvature_diagonal")]
+        known: list[KnownCurvature] = [m for m in self.hyper.modules() if isinstance(m, KnownCurvature)]
         if not known:
             return None
         total = _tree.zeros_like({n: self.weights[n] for n in names})

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _tree
 from .batches import weighted
-from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError
-from .hyperparameters import orthant_wise
+from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError, require_integer
+from .hyperparameters import Bounded, orthant_wise
 from .methods import Hypergradient, Implicit, Method
 from .methods.base import check_method, hypergradient_or_nan, unchecked_hypergradient
 from .methods.hypergradient import accumulate, failure, refuse_not_finite, skipped, warn_of_failure
@@ -35,7 +35,6 @@ from .runs.requirements import (
     set_groups,
 )
 from .runs.streams import Stream
-from .solvers.base import require_integer
 
 WeightStep = Callable[[Problem, Any], None]
 Callback = Callable[["Tuner"], None]
@@ -310,8 +309,8 @@ class Tuner:
 
     def _project(self) -> None:
         for module in self.problem.hyper.modules():
-            if callable(project := getattr(module, "project_", None)):
-                project()
+            if isinstance(module, Bounded):
+                module.project_()
 
     def _row(self, train_loss: float, result: Hypergradient, number: int, stepped: bool) -> dict[str, Any]:
         row: dict[str, Any] = {

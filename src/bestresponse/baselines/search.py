@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, EvaluationError
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    Error,
+    EvaluationError,
+    require,
+    require_integer,
+    require_number,
+)
 from ..problem import Problem
-from ..solvers.base import require, require_integer, require_number
 from .samplers import grid_of, make
 from .space import Fresh, check_names, declared, distribution, write_
 from .storage import joined, opened, quiet

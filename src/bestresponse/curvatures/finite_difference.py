@@ -10,13 +10,12 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError, EvaluationError, NotFiniteError, named
+from ..errors import ArgumentError, EvaluationError, NotFiniteError, named, require, require_number
 from ..passes import graph
 from ..passes.arithmetic import arithmetic
 from ..passes.resolution import APART, Circumstances, refuse_half_precision, relative_distance, sizes
 from ..passes.substitution import refuse_max_norm
 from ..problem import Passes, Problem
-from ..solvers.base import require, require_number
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights
 

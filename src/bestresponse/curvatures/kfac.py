@@ -1,7 +1,7 @@
 """Kronecker factors of the Gauss-Newton matrix, layer by layer."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import compress
@@ -14,10 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
-from ..errors import named
+from ..errors import named, require_integer
+from ..hyperparameters.protocol import KnownCurvature
 from ..passes import graph
 from ..problem import Passes, Problem
-from ..solvers.base import require_integer
+from ..solvers.system import Preconditioner, Product
 from .base import Curvature, Linearisation
 from .kronecker import Layer, supported
 from .outputs import output_root, with_graph
@@ -73,8 +74,8 @@ class KFAC(Curvature):
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         return _Kronecker(self, passes, batch)
 
-    def inverse(self, passes: Passes, batch: Any) -> "Inverted":
-        """Maps a damping δ to the preconditioner r ↦ (A + (δ + 0.1 λ_max) I)⁻¹ r, by the eigenvalues of the factors.
+    def make_preconditioner(self, passes: Passes, batch: Any) -> Preconditioner:
+        """The map r ↦ (A + (δ + 0.1 λ_max) I)⁻¹ r at any damping δ, by the eigenvalues of the factors.
 
         A layer's diagonal of ``rest`` is its mean there. The tenth of the largest eigenvalue of all blocks is for
         directions whose curvature the factors miss, which slow conjugate gradient down without it. Of several
@@ -89,9 +90,11 @@ class KFAC(Curvature):
             factors = Factors(problem, calls, self, outputs, with_graph(outputs, "KFAC"), piece)
             total = factors.scaled(weight) if total is None else total.plus(factors.scaled(weight))
         assert total is not None
-        known = getattr(self.rest, "curvature_diagonal", None)
         with torch.no_grad():
-            return Inverted(total, dict(known(problem.model)) if known is not None else {})
+            rest: Tree = {}
+            if isinstance(self.rest, KnownCurvature):
+                rest = dict(self.rest.curvature_diagonal(problem.model))
+            return _Inverse(total, rest)
 
 
 @dataclass(frozen=True)
@@ -202,12 +205,8 @@ class Factors:
         return f"KFAC by its diagonal: {named(self.diagonal)}" if self.diagonal else ""
 
 
-class Inverted:
-    """Maps a damping to the inverse of the factors, the diagonal of the rest and that damping.
-
-    Attributes:
-        detail: what the report should say of it.
-    """
+class _Inverse(Preconditioner):
+    """The inverse of the factors, the diagonal of the rest and the damping."""
 
     def __init__(self, factors: Factors, rest: Tree) -> None:
         self.detail = factors.detail
@@ -218,7 +217,7 @@ class Inverted:
         ]
         self._steady = _STEADY * max(tops, default=0.0) or 1.0
 
-    def __call__(self, damping: float) -> Callable[[Tree], Tree]:
+    def at(self, damping: float) -> Product:
         shift = damping + self._steady
 
         def apply(r: Tree) -> Tree:

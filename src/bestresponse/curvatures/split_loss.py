@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._tree import Tree
 from ..errors import ArgumentTypeError, EvaluationError, require_parameters
+from ..hyperparameters.protocol import KnownCurvature, KnownMixedTerm, mixed_term_of
 from ..passes import graph
 from ..passes.checked_loss import checked_loss, refuse_not_finite
 from ..problem import Passes
@@ -20,9 +21,6 @@ from .outputs import with_graph
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
 Rest = Callable[[Any, Any, Any], Tensor]
-
-# A class of rest that has all of these itself knows its mixed term; a subclass may have changed the rest alone.
-_MIXED = {"forward", "curvature_diagonal", "mixed_product"}
 
 
 class Split(Protocol):
@@ -56,7 +54,7 @@ def check_rest(owner: str, rest: object) -> None:
         raise ArgumentTypeError(
             f"{owner}.rest must be a function (model, hyper, batch) -> scalar, or None; got {rest!r}."
         )
-    if callable(rest) and not hasattr(rest, "curvature_diagonal"):  # that is called with the model alone
+    if callable(rest) and not isinstance(rest, KnownCurvature):  # which is called with the model alone
         require_parameters(f"{owner}.rest", rest, "model, hyper, batch")
 
 
@@ -70,7 +68,7 @@ class SplitLinearisation(Linearisation):
         problem = passes.problem
         self._owner = type(curvature).__name__
         self._hyperparameters, self._model = problem.hyperparameters, problem.model
-        self._module: Any = curvature.rest if hasattr(curvature.rest, "curvature_diagonal") else None
+        self._term = mixed_term_of(curvature.rest)
         if curvature.rest is None:
             self.detail = "rest by difference: each product costs a Hessian product more; give rest"
         passes.replay()
@@ -104,7 +102,7 @@ class SplitLinearisation(Linearisation):
 
     @abstractmethod
     def outer(self, v: Tree) -> Tree:
-        """C v, in tensors of one's own."""
+        """C v, in newly allocated tensors."""
 
     def free(self) -> None:
         """Let go of what the products needed; `mixed` calls it when it is called for the last time."""
@@ -132,9 +130,9 @@ class SplitLinearisation(Linearisation):
 
     def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """The rest's part, from the module where it knows that itself."""
-        if vars(type(self._module)).keys() >= _MIXED:
-            rates = dict(self._module.named_parameters())
-            known = {id(rates[n]): x for n, x in self._module.mixed_product(self._model, v).items()}
+        if isinstance(self._term, nn.Module) and isinstance(self._term, KnownMixedTerm):
+            rates = dict(self._term.named_parameters())
+            known = {id(rates[n]): x for n, x in self._term.mixed_product(self._model, v).items()}
             return [known.get(id(p)) for p in inputs]
         self._rest = self._rest or self._gradient(self._rest_loss)
         return graph.vector_product(self._rest, inputs, v, retain_graph=True)
@@ -163,9 +161,9 @@ def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple
     rest = curvature.rest
     if rest is None:
         return passes.train_loss(batch) - fitted, None
-    if hasattr(rest, "curvature_diagonal"):
-        diagonal = dict(rest.curvature_diagonal(problem.model))  # type: ignore[operator]
-        return rest(problem.model), diagonal  # type: ignore[call-arg]
+    if isinstance(rest, KnownCurvature):
+        diagonal = dict(rest.curvature_diagonal(problem.model))
+        return rest(problem.model), diagonal
     value = rest(problem.model, problem.hyper, batch)
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None
 

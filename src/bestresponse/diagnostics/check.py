@@ -9,11 +9,10 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, require_integer
 from ..methods import Method
 from ..methods.base import check_method
 from ..problem import Problem
-from ..solvers.base import require_integer
 from ..verification.twin import tensors_of
 from . import derivatives, losses, methods, spectrum
 from .findings import Bench, Finding

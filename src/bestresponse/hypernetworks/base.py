@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
+from ..errors import ArgumentError, ArgumentTypeError, EvaluationError, require_integer
 from ..passes import graph
 from ..passes.checked_loss import checked_loss
 from ..passes.watch import unmoved
 from ..problem import Problem
-from ..solvers.base import require_integer
 from .template import Template
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _tree
+from ..errors import require, require_number
 from ..problem import Problem
-from ..solvers.base import require, require_number
 from .base import Hypernetwork, require_room
 
 

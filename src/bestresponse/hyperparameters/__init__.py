@@ -4,16 +4,21 @@ from .augmentation import Augmenter
 from .distilled_data import DistilledData
 from .dropout import ConcreteDropout, DropConnect
 from .example_weights import ExampleWeights
-from .orthant import Kinked, orthant_wise
+from .orthant import orthant_wise
+from .protocol import Bounded, Kinked, KnownCurvature, KnownMixedTerm, Searchable
 from .weight_decay import WeightDecay
 
 __all__ = [
     "Augmenter",
+    "Bounded",
     "ConcreteDropout",
     "DistilledData",
     "DropConnect",
     "ExampleWeights",
     "Kinked",
+    "KnownCurvature",
+    "KnownMixedTerm",
+    "Searchable",
     "WeightDecay",
     "orthant_wise",
 ]

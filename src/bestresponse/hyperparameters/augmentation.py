@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import EvaluationError
-from ..solvers.base import require, require_integer, require_number
+from ..errors import EvaluationError, require, require_integer, require_number
 
 
 class Augmenter(nn.Module):

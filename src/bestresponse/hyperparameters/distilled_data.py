@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..solvers.base import require_integer, require_number
+from ..errors import ArgumentError, ArgumentTypeError, require_integer, require_number
 
 
 class DistilledData(nn.Module):

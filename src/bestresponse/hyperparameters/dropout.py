@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, EvaluationError
-from ..solvers.base import require, require_number
+from ..errors import ArgumentError, EvaluationError, require, require_number
 
 
 class ConcreteDropout(nn.Module):

@@ -2,24 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import EvaluationError
-
-
-@runtime_checkable
-class Kinked(Protocol):
-    """A module of hyperparameters whose penalty has a kink where a weight is zero."""
-
-    def rates_at_zero(self, model: nn.Module) -> dict[str, Tensor]:
-        """The slope r ≥ 0 of the penalty beside w_i = 0, by weight: it is r_i |w_i| there.
-
-        The tensors broadcast against the weights; weights without a kink are left out.
-        """
-        ...
+from .protocol import Kinked
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
+from ..errors import require_integer
 from ..passes.running_statistics import Reading
 from ..problem import Passes
-from ..solvers.base import require_integer
 from ..verification.base import Claim
 from .base import combine
 from .hypergradient import Hypergradient

@@ -65,7 +65,7 @@ class Implicit(Method):
                 f"Implicit.solver must be a solver, such as Neumann(terms=20); got {self.solver!r}."
             )
         require_curvature("Implicit", self.curvature)
-        if self.warm_start and not self.solver.takes_start:
+        if self.warm_start and self.solver.wants.start == "refused":
             raise ArgumentError(
                 f"{self.solver!r} estimates the solution from zero, and from a warm start would tend to "
                 "that of its first batch; got warm_start=True. Use solvers.SOBA(fresh_batches=True)."
@@ -138,7 +138,7 @@ class Implicit(Method):
         state = problem.state(self)
         if self.warm_start:
             problem.meet(self)
-        elif self.solver.needs_start:
+        elif self.solver.wants.start == "required":
             problem.warn_once(
                 "cold steps",
                 f"{type(self.solver).__name__} makes a few steps a call from the last solution, which needs "
@@ -147,19 +147,24 @@ class Implicit(Method):
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
         start = None if start is None else system.responding(start)
         solver = self.solver.opening() if self.warm_start and start is None else self.solver
-        diagonal = (
-            problem.curvature_diagonal(system.names) if getattr(solver, "diagonal", False) is True else None
-        )
-        make_inverse = getattr(getattr(solver, "preconditioner", None), "inverse", None)
-        inverse = None if make_inverse is None else resumed(make_inverse)(passes, batch)
+        wants = solver.wants
+        diagonal = problem.curvature_diagonal(system.names) if wants.diagonal else None
+        source = wants.preconditioner
+        preconditioner = None if source is None else resumed(source.make_preconditioner)(passes, batch)
         # A run of steps goes on with the batch after the last one.
-        fresh = getattr(solver, "fresh_batches", False)
-        products = system.in_turn(state.memory.get("count", 0)) if fresh else system
+        products = system.in_turn(state.memory.get("count", 0)) if wants.fresh_batches else system
         solution = solver.solve(
-            resumed(products), b, start=start, memory=state.memory, diagonal=diagonal, inverse=inverse
+            resumed(products),
+            b,
+            start=start,
+            memory=state.memory,
+            diagonal=diagonal,
+            preconditioner=preconditioner,
         )
-        said = "; ".join(filter(None, (solution.report.detail, getattr(inverse, "detail", ""))))
-        return replace(solution, report=replace(solution.report, detail=said))
+        if preconditioner is None:
+            return solution
+        detail = "; ".join(filter(None, (solution.report.detail, preconditioner.detail)))
+        return replace(solution, report=replace(solution.report, detail=detail))
 
 
 def damping_stretch(solution: Solution, b: Tree) -> float | None:

@@ -11,14 +11,20 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..curvatures.base import warn_of_unreached
-from ..errors import ArgumentTypeError, DivergedError, NotFiniteError
+from ..errors import (
+    ArgumentTypeError,
+    DivergedError,
+    NotFiniteError,
+    require,
+    require_integer,
+    require_number,
+)
 from ..passes import graph
 from ..passes.arithmetic import Arithmetic, arithmetic
 from ..passes.resolution import Circumstances, refuse_half_precision, sizes
 from ..passes.substitution import refuse_max_norm
 from ..problem import MethodState, Passes, Problem, settings_of
 from ..solvers import Report, Status
-from ..solvers.base import require, require_integer, require_number
 from ..verification.base import Claim
 from ..verification.claims import Value
 from .base import Method, combine

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
-from ..solvers.base import require, require_number
+from ..errors import ArgumentError, ArgumentTypeError, EvaluationError, require, require_number
 
 Value = float | Tensor
 # A number, or a function of the module hyper; see `Unrolled` for what that may return.

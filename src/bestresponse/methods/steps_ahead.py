@@ -7,11 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from .._tree import Tree
-from ..errors import ArgumentTypeError, DivergedError, NotFiniteError
+from ..errors import (
+    ArgumentTypeError,
+    DivergedError,
+    NotFiniteError,
+    require,
+    require_integer,
+    require_number,
+)
 from ..passes.passes import Buffers
 from ..passes.running_statistics import Reading
 from ..problem import Passes, settings_of
-from ..solvers.base import require, require_integer, require_number
 from ..verification.base import Claim
 from ..verification.claims import Value
 from .base import Method, validation_gradient

@@ -7,11 +7,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .._tree import Tree
-from ..errors import ArgumentError
+from ..errors import ArgumentError, require, require_integer
 from ..passes import graph
 from ..passes.running_statistics import Reading
 from ..problem import Passes
-from ..solvers.base import require, require_integer
 from ..verification.base import Claim
 from .base import combine
 from .hypergradient import Hypergradient

@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..errors import ArgumentError
-from ..solvers.base import require_integer
+from ..errors import require_integer
 from .run import Run
 
 

@@ -3,7 +3,7 @@
 They have never heard of problems or losses: ``Neumann(terms=20).solve(A, b)`` takes any callable.
 """
 
-from .base import Solver
+from .base import MakesPreconditioner, Solver, Wants
 from .direct import Exact, Identity
 from .gmres import GMRES
 from .krylov import ConjugateGradient
@@ -11,7 +11,7 @@ from .minimal_residual import MINRES
 from .neumann import Neumann
 from .nystrom import Nystrom
 from .stochastic import SOBA
-from .system import Report, Solution, Status
+from .system import Preconditioner, Product, Report, Solution, Status, System
 
 __all__ = [
     "GMRES",
@@ -20,10 +20,15 @@ __all__ = [
     "ConjugateGradient",
     "Exact",
     "Identity",
+    "MakesPreconditioner",
     "Neumann",
     "Nystrom",
+    "Preconditioner",
+    "Product",
     "Report",
     "Solution",
     "Solver",
     "Status",
+    "System",
+    "Wants",
 ]

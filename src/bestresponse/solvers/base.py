@@ -2,17 +2,41 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError, ArgumentTypeError
-from .system import Counted, Inverse, Product, Report, Solution, Status, System, add_damping
+from ..errors import ArgumentError
+from .system import Counted, Preconditioner, Product, Report, Solution, Status, System, add_damping
 
-# The relative residual to stop at, or a function of the number of solves before this one.
-Tolerance = float | Callable[[int], float]
+
+@runtime_checkable
+class MakesPreconditioner(Protocol):
+    """A curvature with an inverse, such as `KFAC`, of which `Implicit` makes the preconditioner for each solve."""
+
+    def make_preconditioner(self, passes: Any, batch: Any) -> Preconditioner:
+        """The preconditioner at the present weights, from a training batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a solver wants beside products and a right-hand side; `Implicit` reads it and provides it.
+
+    Attributes:
+        diagonal: the known part of A's diagonal, as ``diagonal`` of `Solver.solve`.
+        preconditioner: the curvature whose inverse it takes as ``preconditioner``.
+        fresh_batches: products with one of several training batches each, in turn, in place of their mean.
+        start: an earlier solution: "optional"; "required", since it makes only a few steps from it; or "refused",
+            since it estimates the solution from zero, and would tend to that of the first batch.
+    """
+
+    diagonal: bool = False
+    preconditioner: MakesPreconditioner | None = None
+    fresh_batches: bool = False
+    start: Literal["optional", "required", "refused"] = "optional"
 
 
 class Solver(ABC):
@@ -25,22 +49,20 @@ class Solver(ABC):
     Attributes:
         needs_definite: whether a start x with xᵀ(A + δI)x ≤ 0 is one that cannot be right.
         spoiled: the residual, in units of that of zero, above which a start is dropped.
-        needs_start: whether it makes only a few steps from an earlier solution.
     """
 
     needs_definite: ClassVar[bool] = True
     spoiled: ClassVar[float] = 10.0
-    needs_start: ClassVar[bool] = False
+
+    @property
+    def wants(self) -> Wants:
+        """What it wants beside products and a right-hand side."""
+        return Wants()
 
     @property
     def chooses_damping(self) -> bool:
         """Whether it damps the system as much as it finds necessary."""
         return False
-
-    @property
-    def takes_start(self) -> bool:
-        """Whether it tends to the solution of the system from an earlier one."""
-        return True
 
     def solve(
         self,
@@ -50,7 +72,7 @@ class Solver(ABC):
         start: Tree | None = None,
         memory: Mapping[str, Any] | None = None,
         diagonal: Tree | None = None,
-        inverse: Inverse | None = None,
+        preconditioner: Preconditioner | None = None,
     ) -> Solution:
         """Solve A x = b.
 
@@ -63,8 +85,7 @@ class Solver(ABC):
                 earlier solutions, and its residual on one batch is nearly always above that of zero.)
             memory: `Solution.memory` of an earlier solve with this solver.
             diagonal: an estimate of A's diagonal, or of its known part, with entries ≥ 0.
-            inverse: maps a damping δ to a preconditioner r ↦ M⁻¹ r, symmetric and positive definite, with M near
-                A + δI; a solver that takes none ignores it, as it does a diagonal.
+            preconditioner: M⁻¹ for an M near A + δI; a solver that takes none ignores it, as it does a diagonal.
 
         Returns:
             The solution with its report. A failed solve returns its best iterate and says so.
@@ -72,8 +93,6 @@ class Solver(ABC):
         Raises:
             ArgumentError: b is not finite, or A(v) does not fit v.
         """
-        if callable(getattr(self, "tolerance", None)):
-            return self._solve_in_turn(A, b, start, dict(memory or {}), diagonal, inverse)
         size, memory = _tree.norm(b), dict(memory or {})
         if not math.isfinite(size):
             raise ArgumentError(
@@ -83,29 +102,9 @@ class Solver(ABC):
         if size == 0.0:
             zero = Report(Status.CONVERGED, 0, 0, 0.0, damping=self.shift(memory) or None)
             return Solution(_tree.zeros_like(b), zero, memory)
-        return self.attempt(Counted(A), b, size, start, memory, diagonal=diagonal, inverse=inverse)
-
-    def _solve_in_turn(
-        self,
-        A: Product,
-        b: Tree,
-        start: Tree | None,
-        memory: dict[str, Any],
-        diagonal: Tree | None,
-        inverse: Inverse | None,
-    ) -> Solution:
-        """`solve` with the tolerance that a function gives for this solve, by how many there were before."""
-        number = memory.pop("solves", 0)
-        solver: Any = self
-        value = solver.tolerance(number)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ArgumentError(
-                f"{type(self).__name__}.tolerance, a function of the number of solves before, must return a number "
-                f"≥ 0; got {value!r} for {number}."
-            )
-        now: Solver = replace(solver, tolerance=value)
-        solution = now.solve(A, b, start=start, memory=memory, diagonal=diagonal, inverse=inverse)
-        return replace(solution, memory={**solution.memory, "solves": number + 1})
+        return self.attempt(
+            Counted(A), b, size, start, memory, diagonal=diagonal, preconditioner=preconditioner
+        )
 
     def attempt(
         self,
@@ -116,7 +115,7 @@ class Solver(ABC):
         memory: dict[str, Any],
         *,
         diagonal: Tree | None,
-        inverse: Inverse | None,
+        preconditioner: Preconditioner | None,
     ) -> Solution:
         """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
         remaining, ratio, dropped = None, 1.0, None
@@ -143,7 +142,7 @@ class Solver(ABC):
             return _tree.add(_tree.scale(b, 1.0 / scale), left, -part)
 
         solution = self.iterate(
-            System(A, unit, residual, 1.0 / ratio, diagonal, memory, inverse, dropped, offset)
+            System(A, unit, residual, 1.0 / ratio, diagonal, memory, preconditioner, dropped, offset)
         )
         del unit
         x = _tree.scale_(solution.x, scale)
@@ -172,43 +171,8 @@ class Solver(ABC):
 
     @abstractmethod
     def iterate(self, system: System) -> Solution:
-        """Solve ``system``, whose right-hand side has norm one, from zero, into a tree of one's own."""
+        """Solve ``system``, whose right-hand side has norm one, from zero, into newly allocated tensors."""
 
     def opening(self) -> "Solver":
         """The solver for the first solve of a run of warm-started ones, which has nothing to start from."""
         return self
-
-
-def require(condition: bool, name: str, required: str, got: object) -> None:
-    """Raise for a solver's argument out of its range."""
-    if not condition:
-        raise ArgumentError(f"{name} must be {required}; got {got!r}.")
-
-
-def require_number(name: str, value: object) -> None:
-    """Raise for a solver's argument that is no number: a tensor or a string."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(
-            f"{name} must be a number; got {type(value).__name__} {value!r}. Pass a Python float or int."
-        )
-
-
-def require_tolerance(name: str, value: object) -> None:
-    """Raise for a tolerance that is neither a number ≥ 0 nor a function of the number of solves before."""
-    if callable(value):
-        return
-    require_number(name, value)
-    require(value >= 0, name, "≥ 0", value)  # type: ignore[operator]
-
-
-def at_present(tolerance: Tolerance) -> float:
-    """The tolerance of this solve: `Solver.solve` has put a number in the place of a function."""
-    assert not callable(tolerance)
-    return tolerance
-
-
-def require_integer(name: str, value: object, minimum: int) -> None:
-    """Raise for a solver's argument that is no integer ≥ minimum."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an integer ≥ {minimum}; got {value!r}. Pass a Python int.")
-    require(value >= minimum, name, f"an integer ≥ {minimum}", value)

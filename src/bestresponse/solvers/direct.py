@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError, BestResponseWarning
-from .base import Solver, require, require_integer, require_number
+from ..errors import ArgumentError, BestResponseWarning, require, require_integer, require_number
+from .base import Solver
 from .system import Product, Report, Solution, Status, System, no_unique_answer
 
 # What an answer may leave of the right-hand side, and what a least-squares solution leaves of one that has a solution.

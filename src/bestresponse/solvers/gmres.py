@@ -9,8 +9,7 @@ import torch
 from .. import _tree
 from .._tree import Tree
 from .minimal_residual import Cycle, MinimalResidual
-from .preconditioning import Preconditioner
-from .system import System, add_damping
+from .system import Product, System, add_damping
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class GMRES(MinimalResidual):
     """
 
     def cycle(
-        self, system: System, b: Tree, goal: float, limit: int, precondition: Preconditioner | None
+        self, system: System, b: Tree, goal: float, limit: int, precondition: Product | None
     ) -> Iterator[Cycle]:
         basis = [_tree.copy(b)]
         columns: list[list[float]] = []

@@ -7,19 +7,20 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError
-from .base import Solver, Tolerance, at_present, require, require_integer, require_number, require_tolerance
+from ..errors import ArgumentError, require, require_integer, require_number
+from .base import Solver, Wants
 from .conjugate_run import Run
+from .iterative import Iterative
 from .preconditioning import (
     Pair,
-    Preconditioner,
     check_preconditioner,
     diagonal_inverse,
-    given_inverse,
+    given_preconditioner,
     pair,
     quasi_newton,
+    source_of,
 )
-from .system import Counted, Report, Solution, Status, System, no_unique_answer
+from .system import Counted, Product, Report, Solution, Status, System, no_unique_answer
 
 _CHECK_EVERY = 10
 # The residual of a good iterate exceeds that of zero on an ill-conditioned system, but hardly by this much.
@@ -37,7 +38,7 @@ _FIRST_STEPS, _FIRST_RESIDUAL = 20, 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class ConjugateGradient(Solver):
+class ConjugateGradient(Iterative):
     """Solve (A + δI) x = b by conjugate gradient, for a positive definite A + δI.
 
     It stops when ‖b − (A + δI) x‖ ≤ tolerance · ‖b‖, at ``max_steps``, or at the first direction p
@@ -74,16 +75,13 @@ class ConjugateGradient(Solver):
     ``recycle``, Morales and Nocedal (2000).
     """
 
-    max_steps: int = 20
-    tolerance: Tolerance = 1e-6
     damping: float | None = 0.0
     recycle: int = 0
     diagonal: bool = False
     preconditioner: Any = None
 
     def __post_init__(self) -> None:
-        require_integer("ConjugateGradient.max_steps", self.max_steps, 1)
-        require_tolerance("ConjugateGradient.tolerance", self.tolerance)
+        super().__post_init__()
         if self.damping is not None:
             require_number("ConjugateGradient.damping", self.damping)
             required = "≥ 0 and finite, or None"
@@ -96,6 +94,10 @@ class ConjugateGradient(Solver):
             raise ArgumentError(
                 "ConjugateGradient takes a preconditioner or a diagonal; got both. Leave one of them out."
             )
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(diagonal=self.diagonal, preconditioner=source_of(self.preconditioner))
 
     @property
     def chooses_damping(self) -> bool:
@@ -136,7 +138,7 @@ class ConjugateGradient(Solver):
 
     def iterate(self, system: System) -> Solution:
         damping = None if self._chooses_now(system) else self.shift(system.memory)
-        goal = system.target * at_present(self.tolerance)
+        goal = system.target * self.relative_residual
         run = Run(system)
         precondition = self._preconditioner(system, damping)
         p: Tree | None = None
@@ -185,12 +187,12 @@ class ConjugateGradient(Solver):
     def _goes_on(self, run: Run, goal: float, target: float) -> bool:
         return run.residual > goal and run.step < self.max_steps
 
-    def _preconditioner(self, system: System, damping: float | None) -> Preconditioner:
+    def _preconditioner(self, system: System, damping: float | None) -> Product:
         """The same for the whole solve. A solve that has yet to choose its damping has none."""
         diagonal = system.diagonal if self.diagonal else None
         initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
         if self.preconditioner is not None:
-            initial = given_inverse(self.preconditioner, system, damping)
+            initial = given_preconditioner(self.preconditioner, system, damping)
         pairs = _kept_pairs(system) if self.recycle else []
         if pairs and damping is not None:
             return quasi_newton(pairs, initial)

@@ -10,9 +10,11 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from .base import Solver, Tolerance, at_present, require, require_integer, require_number, require_tolerance
-from .preconditioning import Preconditioner, check_preconditioner, given_inverse
-from .system import Report, Solution, Status, System, add_damping, no_unique_answer
+from ..errors import require, require_number
+from .base import Wants
+from .iterative import Iterative
+from .preconditioning import check_preconditioner, given_preconditioner, source_of
+from .system import Product, Report, Solution, Status, System, add_damping, no_unique_answer
 
 # What a solve may leave of the right-hand side and still count as one, as for the dense inverse.
 _LEFT = 1e-2
@@ -41,7 +43,7 @@ class Cycle:
 
 
 @dataclass(frozen=True, eq=False)
-class MinimalResidual(Solver):
+class MinimalResidual(Iterative):
     """What MINRES and GMRES share: arguments, restarts from computed residuals, and the report.
 
     A subclass writes `cycle`. What a cycle has come to is judged by a computed residual. Where rounding has kept that
@@ -49,8 +51,6 @@ class MinimalResidual(Solver):
     none is reported that rounding can have made.
     """
 
-    max_steps: int = 20
-    tolerance: Tolerance = 1e-6
     damping: float = 0.0
     preconditioner: Any = None
 
@@ -58,24 +58,27 @@ class MinimalResidual(Solver):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        require_integer(f"{name}.max_steps", self.max_steps, 1)
-        require_tolerance(f"{name}.tolerance", self.tolerance)
+        super().__post_init__()
         require_number(f"{name}.damping", self.damping)
         require(0 <= self.damping < math.inf, f"{name}.damping", "≥ 0 and finite", self.damping)
         check_preconditioner(name, self.preconditioner)
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(preconditioner=source_of(self.preconditioner))
 
     def shift(self, memory: object) -> float:
         return self.damping
 
     @abstractmethod
     def cycle(
-        self, system: System, b: Tree, goal: float, limit: int, precondition: Preconditioner | None
+        self, system: System, b: Tree, goal: float, limit: int, precondition: Product | None
     ) -> Iterator[Cycle]:
         """At most ``limit`` steps on (A + δI) x = b, where ‖b‖ = 1: what they came to, now and then and at the end."""
 
     def iterate(self, system: System) -> Solution:
-        goal = system.target * at_present(self.tolerance)
-        precondition = given_inverse(self.preconditioner, system, self.damping)
+        goal = system.target * self.relative_residual
+        precondition = given_preconditioner(self.preconditioner, system, self.damping)
         x, left, size = _tree.zeros_like(system.b), system.b, 1.0
         steps, falls, exhausted, status = 0, True, False, Status.STEP_LIMIT
         ritz: list[float] = []
@@ -150,7 +153,7 @@ class MINRES(MinimalResidual):
     """
 
     def cycle(
-        self, system: System, b: Tree, goal: float, limit: int, precondition: Preconditioner | None
+        self, system: System, b: Tree, goal: float, limit: int, precondition: Product | None
     ) -> Iterator[Cycle]:
         # Names as in the paper: Lanczos' α and β, rotations (c, s), the last entries ε, δ̄, γ̄ of the reduced rows.
         # u are the Lanczos vectors of the residuals and v = M⁻¹u those of the solution.
@@ -220,7 +223,7 @@ class MINRES(MinimalResidual):
         return values
 
 
-def _lanczos_vectors(y: Tree, precondition: Preconditioner | None) -> tuple[Tree, Tree, float]:
+def _lanczos_vectors(y: Tree, precondition: Product | None) -> tuple[Tree, Tree, float]:
     """Y over its norm √(yᵀM⁻¹y), M⁻¹ of that, and the norm. Without a preconditioner both are one tree."""
     if precondition is None:
         size = _tree.norm(y)

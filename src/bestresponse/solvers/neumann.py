@@ -6,13 +6,13 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from .base import Solver, require, require_integer, require_number
+from ..errors import require, require_integer, require_number
+from .base import Solver, Wants
 from .system import Report, Solution, Status, System
 
 # Terms of a convergent series never grow in norm. Those of one that turns slowly (a small negative
 # eigenvalue, say) may grow a little within a few terms and still be what the user asked for.
 _GROWTH = 2.0
-_FIRST_ESTIMATE = 8
 _REFRESH = 2
 _LOWERINGS = 20
 # What a series whose terms have vanished may leave of the right-hand side.
@@ -58,13 +58,13 @@ class Neumann(Solver):
             require(0 < self.scale < math.inf, "Neumann.scale", "positive and finite, or None", self.scale)
 
     @property
-    def takes_start(self) -> bool:
-        return not self.fresh_batches
+    def wants(self) -> Wants:
+        return Wants(fresh_batches=self.fresh_batches, start="refused" if self.fresh_batches else "optional")
 
     def iterate(self, system: System) -> Solution:
         if self.scale is not None:
             return self._series(system, float(self.scale), {})
-        top, vector = largest_curvature(system, _REFRESH)
+        top, vector = system.largest_curvature(_REFRESH)
         if not math.isfinite(top):
             report = Report(Status.NOT_FINITE, 0, 0, 1.0)
             return Solution(_tree.scale_(system.b, 0.0), report, {})
@@ -140,23 +140,3 @@ class Neumann(Solver):
             curvature=(lowest, highest) if lowest <= highest else None,
         )
         return Solution(x, report, memory, None if status.failed else left)
-
-
-def largest_curvature(system: System, refresh: int) -> tuple[float, Tree]:
-    """The largest |eigenvalue| that the right-hand side sees, by power iteration, from below, and its vector.
-
-    Eight products where the memory of the system holds no vector; else ``refresh``.
-    """
-    start, vector = system.b, system.memory.get("vector")
-    products = _FIRST_ESTIMATE
-    if vector is not None and _tree.same_layout(vector, start):
-        start, products = _tree.add(vector, start), refresh
-    size = _tree.norm(start)
-    top = 0.0
-    for _ in range(products):
-        if not 0.0 < size < math.inf:
-            break
-        vector = _tree.scale(start, 1.0 / size)
-        start = system.A(vector)
-        size = top = _tree.norm(start)
-    return top, vector if vector is not None else system.b

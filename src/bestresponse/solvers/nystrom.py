@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import _tree
-from .base import Solver, require, require_integer, require_number
+from ..errors import require, require_integer, require_number
+from .base import Solver
 from .system import Report, Solution, Status, System, no_unique_answer
 
 _CONVERGED = 1e-6

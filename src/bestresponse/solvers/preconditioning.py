@@ -1,7 +1,7 @@
 """Preconditioners: a function or a curvature's inverse, a known diagonal, and the curvature that earlier solves met."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, ArgumentTypeError
-from .system import System
+from .base import MakesPreconditioner
+from .system import Product, System
 
-Preconditioner = Callable[[Tree], Tree]
 # A direction s and its product y = (A + δI) s as vectors, both divided by √sᵀy, so that sᵀy = 1.
 Pair = tuple[Tensor, Tensor]
 
@@ -23,14 +23,11 @@ def pair(p: Tree, product: Tree, damping: float, curvature: float) -> Pair:
     return s.mul(size), y.add_(s, alpha=damping).mul_(size)
 
 
-def makes_inverses(preconditioner: object) -> bool:
-    """Whether the preconditioner is a curvature, of which the caller makes the inverse."""
-    return hasattr(preconditioner, "inverse") and hasattr(preconditioner, "linearise")
-
-
 def check_preconditioner(owner: str, preconditioner: object) -> None:
-    """Raise for a solver's argument that is neither None, a function, nor a curvature with an inverse."""
-    known = preconditioner is None or callable(preconditioner) or makes_inverses(preconditioner)
+    """Raise unless a solver's argument is None, a function, or a curvature with an inverse."""
+    known = (
+        preconditioner is None or callable(preconditioner) or isinstance(preconditioner, MakesPreconditioner)
+    )
     if not known or isinstance(preconditioner, type):
         raise ArgumentTypeError(
             f"{owner}.preconditioner must be a function r -> M⁻¹r, or a curvature that has an inverse, "
@@ -38,24 +35,27 @@ def check_preconditioner(owner: str, preconditioner: object) -> None:
         )
 
 
-def given_inverse(
-    preconditioner: Preconditioner | object | None, system: System, damping: float | None
-) -> Preconditioner | None:
+def source_of(preconditioner: object) -> MakesPreconditioner | None:
+    """The curvature whose inverse is wanted; None where a solver has a function or nothing."""
+    return preconditioner if isinstance(preconditioner, MakesPreconditioner) else None
+
+
+def given_preconditioner(preconditioner: object, system: System, damping: float | None) -> Product | None:
     """M⁻¹ at this damping; None without a preconditioner, and for a curvature while no damping is chosen."""
     if preconditioner is None:
         return None
-    if not makes_inverses(preconditioner):
+    if not isinstance(preconditioner, MakesPreconditioner):
         assert callable(preconditioner)
         return checked(preconditioner)
-    if system.inverse is None:
+    if system.preconditioner is None:
         raise ArgumentError(
-            f"the preconditioner {preconditioner!r} needs a problem and a batch: solve through "
-            "Implicit(...), or give its inverse to solve."
+            f"the preconditioner {preconditioner!r} needs a problem and a batch: solve through Implicit(...), or pass "
+            "preconditioner=... to solve."
         )
-    return None if damping is None else system.inverse(damping)
+    return None if damping is None else system.preconditioner.at(damping)
 
 
-def checked(preconditioner: Preconditioner) -> Preconditioner:
+def checked(preconditioner: Product) -> Product:
     """A caller's preconditioner; raises if its result does not fit, or if it is not positive definite."""
 
     def apply(r: Tree) -> Tree:
@@ -75,7 +75,7 @@ def checked(preconditioner: Preconditioner) -> Preconditioner:
     return apply
 
 
-def diagonal_inverse(diagonal: Tree, damping: float) -> Preconditioner:
+def diagonal_inverse(diagonal: Tree, damping: float) -> Product:
     """Maps r to M⁻¹ r with M = diag|d| + δ; where there is no damping, the mean of d stands for it."""
     size = {name: d.detach().abs() for name, d in diagonal.items()}
     shift = damping or sum(float(d.sum()) for d in size.values()) / _tree.size(size) or 1.0
@@ -83,7 +83,7 @@ def diagonal_inverse(diagonal: Tree, damping: float) -> Preconditioner:
     return lambda r: {name: x * inverse[name] for name, x in r.items()}
 
 
-def quasi_newton(pairs: Sequence[Pair], initial: Preconditioner | None) -> Preconditioner:
+def quasi_newton(pairs: Sequence[Pair], initial: Product | None) -> Product:
     """The inverse of a limited-memory BFGS matrix, by the two-loop recursion.
 
         H_j = (I − s yᵀ) H_{j−1} (I − y sᵀ) + s sᵀ,    newest pair last; H₀ is ``initial`` or sᵀy/yᵀy · I

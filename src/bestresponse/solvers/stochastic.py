@@ -6,8 +6,8 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from .base import Solver, require, require_integer, require_number
-from .neumann import largest_curvature
+from ..errors import require, require_integer, require_number
+from .base import Solver, Wants
 from .system import Report, Solution, Status, System
 
 # A residual that grows by more within a call has left every step size that converges.
@@ -42,7 +42,6 @@ class SOBA(Solver):
 
     needs_definite = False
     spoiled = 100.0
-    needs_start = True
 
     def __post_init__(self) -> None:
         require_integer("SOBA.steps", self.steps, 1)
@@ -53,6 +52,10 @@ class SOBA(Solver):
         require_number("SOBA.decay", self.decay)
         require(0 <= self.decay < math.inf, "SOBA.decay", "≥ 0 and finite", self.decay)
 
+    @property
+    def wants(self) -> Wants:
+        return Wants(fresh_batches=self.fresh_batches, start="required")
+
     def iterate(self, system: System) -> Solution:
         memory: dict[str, Any] = {**system.memory, "count": system.memory.get("count", 0)}
         zero = _tree.zeros_like(system.b)
@@ -62,7 +65,7 @@ class SOBA(Solver):
             return Solution(zero, Report(status, 0, 0, 1.0, scale=self.step_size, detail=detail), memory)
         step_size, earlier = self.step_size, 0.0
         if step_size is None:
-            top, memory["vector"] = largest_curvature(system, 1)
+            top, memory["vector"] = system.largest_curvature(1)
             if not math.isfinite(top):
                 return Solution(zero, Report(Status.NOT_FINITE, 0, 0, 1.0), dict(system.memory))
             step_size = 0.5 / top if top > 0.0 else 1.0

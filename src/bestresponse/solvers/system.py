@@ -1,5 +1,7 @@
 """What a solver is given and what it gives: a system, and a solution with its report."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,8 +15,22 @@ from .._tree import Tree
 from ..errors import ArgumentError
 
 Product = Callable[[Tree], Tree]
-# Maps a damping δ to r ↦ M⁻¹ r, with M near A + δI.
-Inverse = Callable[[float], Product]
+# Products of the first estimate of the largest curvature.
+_FIRST_ESTIMATE = 8
+
+
+class Preconditioner(ABC):
+    """M⁻¹ for a symmetric positive definite M near A + δI, at any damping δ.
+
+    Attributes:
+        detail: a note for the solve's report; empty for none.
+    """
+
+    detail: str = ""
+
+    @abstractmethod
+    def at(self, damping: float) -> Product:
+        """The map r ↦ M⁻¹ r at this damping."""
 
 
 class Status(StrEnum):
@@ -130,7 +146,7 @@ class System:
         target: turns a tolerance relative to the caller's right-hand side into one relative to this
             ``b``, which is the first residual where the solve starts warm.
         offset: the norm of the start, in units of the solution of this system.
-        diagonal, inverse, memory: as given to `Solver.solve`.
+        diagonal, preconditioner, memory: as given to `Solver.solve`.
         dropped: the residual, in units of that of zero, of a start that was dropped; None where there was none.
         eps: the largest relative precision among b's dtypes.
     """
@@ -141,7 +157,7 @@ class System:
     target: float
     diagonal: Tree | None
     memory: Mapping[str, Any]
-    inverse: Inverse | None = None
+    preconditioner: Preconditioner | None = None
     dropped: float | None = None
     offset: float = 0.0
 
@@ -164,6 +180,25 @@ class System:
             again = self.residual(x, damping, 3.0)
             size = max(size, _tree.norm(again), _tree.norm(_tree.add_(again, left, -1.0)))
         return size, left
+
+    def largest_curvature(self, refresh: int) -> tuple[float, Tree]:
+        """The largest |eigenvalue| that the right-hand side sees, by power iteration, from below, and its vector.
+
+        It takes eight products where ``memory["vector"]`` has no vector of an earlier estimate; else ``refresh``.
+        """
+        start, vector = self.b, self.memory.get("vector")
+        products = _FIRST_ESTIMATE
+        if vector is not None and _tree.same_layout(vector, start):
+            start, products = _tree.add(vector, start), refresh
+        size = _tree.norm(start)
+        top = 0.0
+        for _ in range(products):
+            if not 0.0 < size < math.inf:
+                break
+            vector = _tree.scale(start, 1.0 / size)
+            start = self.A(vector)
+            size = top = _tree.norm(start)
+        return top, vector if vector is not None else self.b
 
 
 class Counted:
