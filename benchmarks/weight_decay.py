@@ -123,7 +123,7 @@ def run(
         "test accuracy": correct,
         "seconds": seconds,
         "products": sum(row.get("products", 0) for row in tuner.history) / len(tuner.history),
-        "failed": sum(row.get("status") not in ("converged", "step limit") for row in tuner.history),
+        "failed": sum(row.get("status") not in ("converged", "steps used") for row in tuner.history),
         "curve": curve,
     }
 

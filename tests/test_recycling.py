@@ -189,7 +189,7 @@ def test_a_solve_beyond_rounding_ends_converged_and_its_ritz_values_stay_true(dt
         report = (
             br.ConjugateGradient(300, tolerance=0.0).solve(lambda v, d=values: {"w": d * v["w"]}, b).report
         )
-        assert report.status in (Status.CONVERGED, Status.STEP_LIMIT)
+        assert report.status in (Status.CONVERGED, Status.STEPS_USED)
         assert 0.95 < report.curvature[0] <= report.curvature[1] < 1.05 * top
 
 
@@ -289,7 +289,7 @@ def test_summary_prints_what_is_known(capsys):
     for words in (
         "log_decay.0.weight",
         "all together",
-        "Solve: step limit",
+        "Solve: steps used",
         "relative residual",
         "estimated error of the hypergradient",
         "damping",

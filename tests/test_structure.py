@@ -13,7 +13,7 @@ SOURCE = Path(br.__file__).parent
 LAYERS = [
     ["_tree", "errors"],
     ["solvers", "batches", "losses"],
-    ["passes", "distributed", "hyperparameters"],
+    ["passes", "distributed", "hyperparameters", "memory", "parameters"],
     ["problem"],
     ["curvatures", "hypernetworks", "runs", "baselines"],
     ["verification"],

@@ -1,14 +1,12 @@
 """Two losses over weights and hyperparameters: equation 1 of the paper."""
 
-import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from . import _tree, passes
@@ -16,6 +14,8 @@ from ._tree import Tree
 from .distributed import refuse_several_processes
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
 from .hyperparameters import KnownCurvature
+from .memory import MethodState, settings_of
+from .parameters import split
 from .passes.substitution import Loss
 from .passes.watch import Watch
 
@@ -81,7 +81,7 @@ class Problem:
             {**dict(model.named_parameters()), **dict(hyper.named_parameters())},
         )
         self.verify = verify
-        self.weights, self.hyperparameters = _split(model, hyper)
+        self.weights, self.hyperparameters = split(model, hyper)
         self.watch = Watch()
         self._states: weakref.WeakKeyDictionary[Any, MethodState] = weakref.WeakKeyDictionary()
         self._met: dict[str, tuple[weakref.ref[Any], int]] = {}
@@ -119,7 +119,7 @@ class Problem:
         """Weights and hyperparameters together, these as ``hyper.``name."""
         return {**self.weights, **{f"hyper.{n}": p for n, p in self.hyperparameters.items()}}
 
-    def state(self, method: Any) -> "MethodState":
+    def state(self, method: Any) -> MethodState:
         """What ``method`` remembers on this problem from its last call: read it, or put it back.
 
         It is kept for as long as the method object lives, and emptied when the shapes, devices or
@@ -134,7 +134,7 @@ class Problem:
         """Drop what ``method`` remembers on this problem."""
         self._states.pop(method, None)
 
-    def remember(self, method: Any, state: "MethodState") -> None:
+    def remember(self, method: Any, state: MethodState) -> None:
         """Keep ``state`` for the next call of ``method``; the methods call this when they succeed."""
         self._states[method] = state
 
@@ -159,7 +159,7 @@ class Problem:
         self._seen.add(thing)
         return first
 
-    def verified(self, thing: Any) -> dict[str, str]:
+    def verifications(self, thing: Any) -> dict[str, str]:
         """What verification said of ``thing`` (a curvature, a kind of method) on this problem, by what it looked at."""
         return self._verified.setdefault(thing, {})
 
@@ -200,41 +200,6 @@ class Problem:
 Passes = passes.Passes[Problem]  # the passes of a problem, for annotations
 
 
-@dataclass
-class MethodState:
-    """What a method remembers between two calls on one problem.
-
-    Attributes:
-        solution: the last solution of the linear system by weight, or how far `Penalty`'s two sets of weights
-            are apart; None before the first.
-        memory: what goes with it (a scale estimate, a chosen damping, moments).
-    """
-
-    solution: Tree | None = None
-    memory: dict[str, Any] = field(default_factory=dict)
-
-    def fits(self, weights: Mapping[str, Tensor]) -> bool:
-        """Whether the solution still has the layout of the weights."""
-        if self.solution is None:
-            return True
-        of_solution = {n: w for n, w in weights.items() if n in self.solution}
-        return _tree.same_layout(self.solution, of_solution)
-
-
-def settings_of(value: Any) -> str:
-    """A method's settings as text, the same for two objects that were made alike."""
-    if is_dataclass(value) and not isinstance(value, type):
-        inside = ", ".join(f"{f.name}={settings_of(getattr(value, f.name))}" for f in fields(value))
-        return f"{type(value).__name__}({inside})"
-    if isinstance(value, functools.partial):
-        arguments = [value.func, *value.args, *sorted(value.keywords.items())]
-        return f"partial({', '.join(map(settings_of, arguments))})"
-    if repr(value) == object.__repr__(value):  # which would tell an address
-        return type(value).__qualname__
-    name = getattr(value, "__qualname__", None)
-    return f"{value.__module__}.{name}" if name else repr(value)
-
-
 def _check_arguments(
     model: object, hyper: object, train_loss: object, val_loss: object, val_mode: object
 ) -> None:
@@ -253,77 +218,3 @@ def _check_arguments(
         require_parameters(f"Problem.{name}", loss, "model, hyper, batch")
     if val_mode not in ("eval", "as_is"):
         raise ArgumentError(f'Problem.val_mode must be "eval" or "as_is"; got {val_mode!r}.')
-
-
-def _split(model: nn.Module, hyper: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Weights and hyperparameters, told apart by identity."""
-    if not any(module is hyper for module in model.modules()):
-        _refuse_shared(model, hyper)
-    hyperparameters = {n: p for n, p in hyper.named_parameters() if p.requires_grad}
-    if not hyperparameters:
-        raise ArgumentError(
-            f"hyper must have a trainable parameter; {type(hyper).__name__} has none. "
-            "Set requires_grad, or register the hyperparameters as nn.Parameter."
-        )
-    tuned = {id(p) for p in hyper.parameters()}
-    unmade = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if unmade:
-        raise ArgumentError(
-            f"the model's parameters must have their shapes; {unmade[:5]} are lazy and wait for a first batch. "
-            "Run the model once before Problem is made."
-        )
-    weights = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in tuned}
-    if not weights:
-        raise ArgumentError(
-            f"model must have a trainable parameter that is not a hyperparameter; {type(model).__name__} has "
-            "none. Set requires_grad on its weights, or pass the part to be tuned alone as hyper."
-        )
-    _warn_of_trained_rates(model, {id(w) for w in weights.values()})
-    both = [*weights.items(), *hyperparameters.items()]
-    complex_ = [n for n, p in both if p.is_complex()]
-    if complex_:
-        raise ArgumentError(
-            f"weights and hyperparameters must be real; got complex {complex_[:5]}. "
-            "Store real and imaginary parts as real parameters (torch.view_as_real)."
-        )
-    if meta := [n for n, p in both if p.is_meta]:
-        raise ArgumentError(
-            f"weights and hyperparameters must have values; got {meta[:5]} on the meta device, which has none. Make "
-            "Problem after Module.to_empty(device=...) and the initialisation."
-        )
-    return weights, hyperparameters
-
-
-def _warn_of_trained_rates(model: nn.Module, weights: set[int]) -> None:
-    """Warn of modules of ours in the model whose parameters would be trained as weights."""
-    ours = f"{__package__}.hyperparameters"
-    trained = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith(ours)
-        and any(id(p) in weights for p in module.parameters(recurse=False))
-    ]
-    if trained:
-        warnings.warn(
-            f"the model's {trained[:5]} have hyperparameters that are not in hyper, and will be trained as weights, on "
-            "the training loss. Put them with all that is tuned into one submodule of the model, and give that as "
-            "hyper; or freeze them with requires_grad_(False).",
-            BestResponseWarning,
-            stacklevel=4,
-        )
-
-
-def _refuse_shared(model: nn.Module, hyper: nn.Module) -> None:
-    """Raise when hyper, which is no part of model, holds a part of it."""
-    modules = {id(m): n or type(m).__name__ for n, m in model.named_modules()}
-    parameters = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
-    shared = [modules[id(m)] for m in hyper.modules() if id(m) in modules]
-    shared += [parameters[id(p)] for p in hyper.parameters() if id(p) in parameters]
-    if shared:
-        raise ArgumentError(
-            f"hyper must be a submodule of model or share nothing with it; {type(hyper).__name__} holds "
-            f"{list(dict.fromkeys(shared))[:5]} of the model, which would turn weights into hyperparameters. "
-            "Keep names, not the module, in hyper, and take the model as an argument of the loss. Modules with "
-            "hyperparameters that run inside the model go into one submodule of it, and that is hyper: "
-            "model.tuned = nn.ModuleDict({...}), Problem(model, model.tuned, ...)."
-        )

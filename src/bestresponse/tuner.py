@@ -3,9 +3,8 @@
 import math
 import random
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,28 +14,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _tree
-from .batches import weighted
-from .errors import ArgumentError, ArgumentTypeError, EvaluationError, SolveError, require_integer
-from .hyperparameters import Bounded, orthant_wise
+from .errors import EvaluationError, SolveError, require_integer
+from .hyperparameters import Bounded
 from .methods import Hypergradient, Implicit, Method
-from .methods.base import check_method, hypergradient_or_nan, unchecked_hypergradient
-from .methods.hypergradient import accumulate, failure, refuse_not_finite, skipped, warn_of_failure
+from .methods.base import hypergradient_or_nan, require_method, unchecked_hypergradient
+from .methods.hypergradient import accumulate, failure_message, require_finite, skip_message, warn_of_failure
 from .passes import random_state
-from .passes.checked_loss import checked_loss
-from .passes.embedding import clip_gradients
 from .problem import Problem
 from .runs import checkpoint
 from .runs.callbacks import Checkpoint
-from .runs.requirements import (
-    check_hyper_optimizer,
-    check_weight_optimizer,
-    first_settings,
-    penalties_at_zero,
-    set_groups,
-)
+from .runs.requirements import check_hyper_optimizer, check_settings, check_weight_optimizer
 from .runs.streams import Stream
+from .runs.weight_steps import WeightStep, WeightSteps
 
-WeightStep = Callable[[Problem, Any], None]
 Callback = Callable[["Tuner"], None]
 
 
@@ -95,21 +85,11 @@ class Tuner:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         method = Implicit() if method is None else method
-        check_method(method)
+        require_method(method)
         check_weight_optimizer(problem, weight_optimizer)
         check_hyper_optimizer(problem, hyper_optimizer)
-        if weight_steps < 1 or warmup_steps < 0:
-            raise ArgumentError(
-                "Tuner needs weight_steps ≥ 1 and warmup_steps ≥ 0; got "
-                f"weight_steps={weight_steps!r}, warmup_steps={warmup_steps!r}."
-            )
-        if clip_weights is not None and not clip_weights > 0:
-            raise ArgumentError(f"Tuner.clip_weights must be positive, or None; got {clip_weights!r}.")
-        for name, scheduler in (("weight_scheduler", weight_scheduler), ("hyper_scheduler", hyper_scheduler)):
-            if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-                raise ArgumentTypeError(f"Tuner.{name} must be a learning-rate scheduler; got {scheduler!r}.")
-        if policy not in ("warn", "raise", "skip"):
-            raise ArgumentError(f'Tuner.policy must be "warn", "raise" or "skip"; got {policy!r}.')
+        schedulers = {"weight_scheduler": weight_scheduler, "hyper_scheduler": hyper_scheduler}
+        check_settings(weight_steps, warmup_steps, clip_weights, policy, schedulers)
         self.problem, self.method = problem, method
         self.weight_optimizer, self.hyper_optimizer = weight_optimizer, hyper_optimizer
         self.weight_scheduler, self.hyper_scheduler = weight_scheduler, hyper_scheduler
@@ -121,8 +101,7 @@ class Tuner:
         self.stopped: str | None = None
         self.streams: dict[str, Stream] = {}
         self.resumed: dict[str, Any] | None = None
-        self._settings = first_settings(weight_optimizer)
-        self._penalties = penalties_at_zero(problem)
+        self._weight_steps = WeightSteps(problem, weight_optimizer)
 
     def fit(
         self, train_batches: Iterable[Any], val_batches: Iterable[Any], hyper_steps: int
@@ -233,39 +212,16 @@ class Tuner:
         with torch.no_grad():
             initialise(self.problem.model)
         self.problem.check_intact()
-        with self._fresh_weight_optimizer() if optimizer is None else nullcontext(optimizer) as chosen:
-            losses = [self._weight_step(chosen, next(stream)) for _ in range(steps)]
+        with self._weight_steps.afresh(self.weight_optimizer) if optimizer is None else nullcontext():
+            chosen = optimizer or self.weight_optimizer
+            losses = [self._weight_steps.step(chosen, next(stream), self.clip_weights) for _ in range(steps)]
         return [float(loss) for loss in losses]
 
     def _move_weights(self, batch: Any) -> Tensor:
-        loss = self._weight_step(self.weight_optimizer, batch)
+        loss = self._weight_steps.step(self.weight_optimizer, batch, self.clip_weights)
         self.weight_step += 1
         self._step_scheduler(self.weight_scheduler)
         return loss
-
-    def _weight_step(self, optimizer: Optimizer | WeightStep, batch: Any) -> Tensor:
-        problem = self.problem
-        if not isinstance(optimizer, Optimizer):
-            optimizer(problem, batch)
-            with problem.undisturbed(twice=False) as passes:
-                return passes.train_loss(batch).detach()
-        weights = list(problem.weights.values())
-        optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for piece, weight in weighted(batch):
-            loss = weight * checked_loss(
-                "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
-            )
-            # With inputs, .grad of the hyperparameters stays free of ∂L_T/∂λ, and is not computed.
-            torch.autograd.backward(loss, inputs=weights)
-            losses.append(loss.detach())
-        with orthant_wise(problem.model, *self._penalties):
-            if self.clip_weights is not None:
-                clip_gradients(weights, self.clip_weights)
-            optimizer.step()
-        # A gradient that is kept to the next step would lie beside the hypergradient's own vectors.
-        optimizer.zero_grad(set_to_none=True)
-        return torch.stack(losses).sum()
 
     def _move_hyperparameters(
         self, losses: Sequence[Tensor], train_batch: Any, val_batch: Any
@@ -281,13 +237,21 @@ class Tuner:
         run = hypergradient_or_nan if self.policy == "skip" else unchecked_hypergradient
         result = run(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
         stepped = self._judge(result, number)
-        row = self._row(train_loss, result, number, stepped)
+        row = {
+            "hyper_step": number,
+            "weight_step": self.weight_step,
+            "train_loss": train_loss,
+            **result.row(),
+            "stepped": stepped,
+        }
         if stepped:
             self.hyper_optimizer.zero_grad(set_to_none=True)
             accumulate(self.problem, result)
             self.hyper_optimizer.step()
             self.hyper_optimizer.zero_grad(set_to_none=True)
-            self._project()
+            for module in self.problem.hyper.modules():
+                if isinstance(module, Bounded):
+                    module.project_()
         self.hyper_step = number
         self._step_scheduler(self.hyper_scheduler, result.val_loss)
         return row
@@ -298,37 +262,14 @@ class Tuner:
         if self.policy == "skip":
             useless = failed or bool(_tree.not_finite(result.total))
             if useless:
-                self.problem.warn_once("skipped", skipped(number))
+                self.problem.warn_once("skipped", skip_message(number))
             return not useless
-        refuse_not_finite(result, f" at hyper-step {number}")
+        require_finite(result, f" at hyper-step {number}")
         if self.policy == "warn":
             warn_of_failure(self.problem, self.method, result)
         elif result.solve is not None and failed:
-            raise SolveError(f"at hyper-step {number}, {failure(result.solve)}")
+            raise SolveError(f"at hyper-step {number}, {failure_message(result.solve)}")
         return True
-
-    def _project(self) -> None:
-        for module in self.problem.hyper.modules():
-            if isinstance(module, Bounded):
-                module.project_()
-
-    def _row(self, train_loss: float, result: Hypergradient, number: int, stepped: bool) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "hyper_step": number,
-            "weight_step": self.weight_step,
-            "train_loss": train_loss,
-            "val_loss": result.val_loss,
-            "hypergradient_norm": result.norm,
-            "stepped": stepped,
-        }
-        if result.solve is not None:
-            row["status"] = str(result.solve.status)
-            row["products"] = result.solve.products
-            row["residual"] = result.solve.residual
-            row["hypergradient_error"] = result.solve.hypergradient_error
-            row["damping_effect"] = result.solve.damping_effect
-            row["damping"], row["scale"] = result.solve.damping, result.solve.scale
-        return row
 
     def _step_scheduler(self, scheduler: Any, val_loss: float | None = None) -> None:
         if scheduler is None:
@@ -340,19 +281,3 @@ class Tuner:
             val_loss = self.history[-1]["val_loss"]
         if val_loss is not None:
             scheduler.step(val_loss)
-
-    @contextmanager
-    def _fresh_weight_optimizer(self) -> Iterator[Optimizer | WeightStep]:
-        """The tuner's optimiser with its first settings and empty state, both put back at the end."""
-        optimizer = self.weight_optimizer
-        if not isinstance(optimizer, Optimizer):
-            yield optimizer
-            return
-        kept = optimizer.state, [dict(group) for group in optimizer.param_groups]
-        try:
-            optimizer.state = defaultdict(dict)
-            set_groups(optimizer, self._settings)
-            yield optimizer
-        finally:
-            optimizer.state = kept[0]
-            set_groups(optimizer, kept[1])

@@ -95,7 +95,7 @@ class Difference(Linearisation):
         of_hyper = {n: p for n, p in passes.problem.hyperparameters.items() if id(p) in self.reached}
         self._inputs: dict[str, dict[str, Any]] = {"products": self._weights, "mixed": of_hyper}
         refuse_half_precision("FiniteDifference", self._weights)
-        self.kinks = kinks.find(passes.problem, loss)
+        self.kinks = kinks.of_loss(passes.problem, loss)
         self._kinks = _kinks(loss)
         self.arithmetic = arithmetic(loss)
         self.step = step if step is not None else 0.5 * math.cbrt(self.arithmetic.eps)

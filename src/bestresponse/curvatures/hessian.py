@@ -44,7 +44,7 @@ class _DoubleBackward(Linearisation):
         self._weights = [passes.problem.weights[n] for n in self.names]
         self._hyperparameters = passes.problem.hyperparameters
         graph.inspect_loss(loss)
-        self.kinks = kinks.find(passes.problem, loss)
+        self.kinks = kinks.of_loss(passes.problem, loss)
         warn_of_power_iterations(passes.problem)
         gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
         graph.inspect_gradient(gradient)

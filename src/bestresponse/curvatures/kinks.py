@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._tree import Tree
-from ..hyperparameters.orthant import fitting, rates_at_zero
+from ..hyperparameters.orthant import fitting, joint_rates
 from ..passes import graph
 from ..problem import Problem
 
@@ -96,7 +96,7 @@ def mean(parts: Iterable[tuple[Kinks, float]]) -> Kinks:
     return total
 
 
-def find(problem: Problem, loss: Tensor) -> Kinks:
+def of_loss(problem: Problem, loss: Tensor) -> Kinks:
     """The kinks of a training loss that weights stand on, from its graph, which is kept.
 
     Where there are any, it takes one gradient. There is a warning where a combination of weights is on a kink.
@@ -252,7 +252,7 @@ def _spread(node: Any, value: Tensor, like: Tensor) -> Tensor:
 
 def _compare(problem: Problem, kinks: Kinks) -> None:
     """Warn where penalties enter the training loss with another factor than `orthant_wise` takes for granted."""
-    declared = rates_at_zero(problem.model, fitting(problem.hyper, problem.model)[0])
+    declared = joint_rates(problem.model, fitting(problem.hyper, problem.model)[0])
     other = [
         name
         for name, rate in declared.items()

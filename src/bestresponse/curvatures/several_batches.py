@@ -42,7 +42,7 @@ class MeanLinearisation(Linearisation):
                 if batches.recompute:
                     loss = passes.train_loss(batch)
                     self.reached |= graph.leaves(loss)
-                    found.append(kinks.find(passes.problem, loss))
+                    found.append(kinks.of_loss(passes.problem, loss))
                 else:
                     self._parts.append(curvature.linearise(passes, batch))
                     self.reached |= self._parts[-1].reached

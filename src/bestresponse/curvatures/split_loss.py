@@ -83,7 +83,7 @@ class SplitLinearisation(Linearisation):
         self.reached = graph.leaves(whole)
         self.names = reached_weights(problem, self.reached)
         graph.inspect_loss(whole)
-        self.kinks = kinks.find(problem, whole)
+        self.kinks = kinks.of_loss(problem, whole)
         warn_of_power_iterations(problem)
         self.weights = [problem.weights[n] for n in self.names]
         self.prepare(curvature.loss, outputs, moving, batch)

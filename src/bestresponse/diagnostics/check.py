@@ -11,7 +11,7 @@ from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentTypeError, require_integer
 from ..methods import Method
-from ..methods.base import check_method
+from ..methods.base import require_method
 from ..problem import Problem
 from ..verification.twin import tensors_of
 from . import derivatives, losses, methods, spectrum
@@ -111,7 +111,7 @@ def check(
     require_integer("retrain_steps", retrain_steps, 0)
     require_integer("seed", seed, 0)
     for method in (methods or {}).values():
-        check_method(method)
+        require_method(method)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bench = Bench(problem, train_batch, val_batch, seed, [])

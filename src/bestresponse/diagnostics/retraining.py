@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..errors import Error
-from ..hyperparameters.orthant import fitting, one_sided_, rates_at_zero, stop_at_zero_
+from ..hyperparameters.orthant import fitting, joint_rates, one_sided_, stop_at_zero_
 from ..problem import Passes
 from .findings import Bench
 
@@ -77,7 +77,7 @@ def _trained(passes: Passes, batch: object, rate: float, steps: int) -> Tree:
     weights: dict[str, Tensor] = {n: w.detach().clone() for n, w in passes.problem.weights.items()}
     velocity = _tree.zeros_like(weights)
     problem = passes.problem
-    rates = rates_at_zero(problem.model, fitting(problem.hyper, problem.model)[0])
+    rates = joint_rates(problem.model, fitting(problem.hyper, problem.model)[0])
     for _ in range(steps):
         leaves = {n: w.requires_grad_() for n, w in weights.items()}
         loss = passes.train_loss(batch, leaves)

@@ -50,7 +50,7 @@ def orthant_wise(model: nn.Module, *penalties: Kinked) -> Iterator[None]:
             stop_at_zero_(w, side)
 
 
-def rates_at_zero(model: nn.Module, penalties: Iterable[Kinked]) -> dict[str, Tensor]:
+def joint_rates(model: nn.Module, penalties: Iterable[Kinked]) -> dict[str, Tensor]:
     """The slopes of all penalties together beside a weight of zero, by weight."""
     total: dict[str, Tensor] = {}
     for penalty in penalties:
@@ -95,7 +95,7 @@ def stop_at_zero_(w: Tensor, side: Tensor) -> None:
 @torch.no_grad()
 def _sides(model: nn.Module, penalties: Iterable[Kinked]) -> list[tuple[Tensor, Tensor]]:
     """Each weight with the side that it may be on after the step."""
-    rates = rates_at_zero(model, penalties)
+    rates = joint_rates(model, penalties)
     weights = {name: w for name, w in model.named_parameters() if name in rates}
     sides: list[tuple[Tensor, Tensor]] = []
     for name, w in weights.items():

@@ -20,7 +20,7 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
 from ..solvers import Solver
 from ..verification.base import Claim, verified
-from .hypergradient import Hypergradient, accumulate, refuse_not_finite, warn_of_failure
+from .hypergradient import Hypergradient, accumulate, require_finite, warn_of_failure
 from .reach import reaches, unreached_by_validation
 
 
@@ -85,7 +85,7 @@ def hypergradient(
     if not isinstance(weight_optimizer, Optimizer | None):
         raise ArgumentTypeError(f"weight_optimizer must be a torch optimiser; got {weight_optimizer!r}.")
     result = unchecked_hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
-    refuse_not_finite(result)
+    require_finite(result)
     warn_of_failure(problem, method, result)
     return result
 
@@ -121,14 +121,14 @@ def unchecked_hypergradient(
     """
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
-    check_method(method)
+    require_method(method)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = problem.state(method)
     try:
-        with foreign_errors_told(), problem.watch.hypergradient(problem.live()):
+        with foreign_errors_told(), problem.watch.whole(problem.live()):
             with problem.undisturbed(seed, known, method.twice) as passes:
                 result = method.differentiate(passes, train_batch, val_batch)
                 passes.conclude()
@@ -156,7 +156,7 @@ def hypergradient_or_nan(
         return Hypergradient(nothing, nothing, nothing, torch.nan)
 
 
-def check_method(method: object) -> None:
+def require_method(method: object) -> None:
     """Raise for a solver, a class or anything else where a method belongs."""
     if isinstance(method, Method):
         return

@@ -1,13 +1,15 @@
 """A hypergradient in its parts, with what is known of it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _tree
 from ..errors import EvaluationError
-from ..problem import Problem, settings_of
+from ..memory import settings_of
+from ..problem import Problem
 from ..solvers import Report, Status
 
 _SHOWN = 12
@@ -41,6 +43,15 @@ class Hypergradient:
         """The Euclidean norm of `total`."""
         return _tree.norm(self.total)
 
+    def row(self) -> dict[str, Any]:
+        """The validation loss, the norm and what the solve reported, as numbers and texts."""
+        numbers: dict[str, Any] = {"val_loss": self.val_loss, "hypergradient_norm": self.norm}
+        if self.solve is not None:
+            names = ("products", "residual", "hypergradient_error", "damping_effect", "damping", "scale")
+            numbers["status"] = str(self.solve.status)
+            numbers |= {name: getattr(self.solve, name) for name in names}
+        return numbers
+
     def summary(self) -> None:
         """Print the norms of the parts, all together and by hyperparameter, and the solve's report."""
         rows: list[tuple[str, ...]] = [("", "total", "direct", "indirect")]
@@ -73,7 +84,7 @@ class Hypergradient:
         )
 
 
-def failure(report: Report) -> str:
+def failure_message(report: Report) -> str:
     """What to say of a solve that failed."""
     nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
     used = (
@@ -90,7 +101,7 @@ def failure(report: Report) -> str:
     )
 
 
-def skipped(number: int) -> str:
+def skip_message(number: int) -> str:
     """What to say of the first hyper-step that is skipped."""
     return (
         f"hyper-step {number} is skipped, since its hypergradient failed. (Said once; `stepped` in the history tells "
@@ -108,7 +119,7 @@ def accumulate(problem: Problem, result: Hypergradient) -> None:
             parameter.grad.add_(result.total[name])
 
 
-def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
+def require_finite(result: Hypergradient, when: str = "") -> None:
     """Raise for NaN or infinity in a hypergradient, by name."""
     if bad := _tree.not_finite(result.total):
         why = f" ({result.solve.detail})" if result.solve is not None and result.solve.detail else ""
@@ -121,4 +132,4 @@ def refuse_not_finite(result: Hypergradient, when: str = "") -> None:
 def warn_of_failure(problem: Problem, method: object, result: Hypergradient) -> None:
     """Warn of a failed solve, the first time that a status comes up with a method of these settings."""
     if result.solve is not None and result.solve.status.failed:
-        problem.warn_once((result.solve.status, settings_of(method)), failure(result.solve))
+        problem.warn_once((result.solve.status, settings_of(method)), failure_message(result.solve))

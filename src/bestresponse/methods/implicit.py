@@ -11,9 +11,10 @@ from ..curvatures import Curvature, Hessian, Linearisation
 from ..curvatures.base import require_curvature
 from ..curvatures.several_batches import linear_system
 from ..errors import ArgumentError, ArgumentTypeError
+from ..memory import MethodState
 from ..passes.forms import paused
 from ..passes.running_statistics import Reading
-from ..problem import MethodState, Passes
+from ..problem import Passes
 from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Status
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives

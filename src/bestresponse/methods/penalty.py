@@ -19,11 +19,12 @@ from ..errors import (
     require_integer,
     require_number,
 )
+from ..memory import MethodState, settings_of
 from ..passes import graph
 from ..passes.arithmetic import Arithmetic, arithmetic
 from ..passes.resolution import Circumstances, refuse_half_precision, sizes
 from ..passes.substitution import refuse_max_norm
-from ..problem import MethodState, Passes, Problem, settings_of
+from ..problem import Passes, Problem
 from ..solvers import Report, Status
 from ..verification.base import Claim
 from ..verification.claims import Value
@@ -179,7 +180,7 @@ class Penalty(Method):
             return None
         refuse_unreached(problem, direct, graph.leaves(train_loss))
         indirect = {n: graph.plus(_scaled(x, gamma), behind[n], -gamma) for n, x in ahead.items()}
-        report = Report(Status.STEP_LIMIT, 0, self.steps, residual, warm, detail=read.detail)
+        report = Report(Status.STEPS_USED, 0, self.steps, residual, warm, detail=read.detail)
         result = combine(problem, float(val_loss.detach()), direct, indirect)
         return _Found(replace(result, solve=report, norms=read.norms), pair, arithmetic(train_loss))
 

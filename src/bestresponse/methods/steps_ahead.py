@@ -15,9 +15,10 @@ from ..errors import (
     require_integer,
     require_number,
 )
+from ..memory import settings_of
 from ..passes.passes import Buffers
 from ..passes.running_statistics import Reading
-from ..problem import Passes, settings_of
+from ..problem import Passes
 from ..verification.base import Claim
 from ..verification.claims import Value
 from .base import Method, validation_gradient
@@ -61,7 +62,7 @@ def at_the_end(
     """The validation loss and its gradients at the last point, with the buffers that the steps left."""
     passes.carry(end.buffers)
     try:
-        return validation_gradient(passes, val_batch, read, end.leaves().weights)
+        return validation_gradient(passes, val_batch, read, end.as_leaves().weights)
     except NotFiniteError as error:
         raise DivergedError(
             f"the steps ahead must stay finite; got, at their end: {error} Use a smaller step_size, or fewer steps."
@@ -83,7 +84,7 @@ def claim_of(method: ThroughSteps, rule: Rule, short: ThroughSteps) -> Claim:
     def loss(passes: Passes, val: Any, point: Point, buffers: Buffers) -> float:
         passes.carry(buffers)
         try:
-            return float(passes.val_loss(val, point.leaves().weights).detach())
+            return float(passes.val_loss(val, point.as_leaves().weights).detach())
         finally:
             passes.carry({})
 

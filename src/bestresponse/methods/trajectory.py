@@ -42,7 +42,7 @@ class Point:
         """Weights and moments in one list."""
         return [x for xs in self.tensors.values() for x in xs]
 
-    def leaves(self) -> "Point":
+    def as_leaves(self) -> "Point":
         """The same values as new leaves."""
         tensors = {n: tuple(x.detach().requires_grad_() for x in xs) for n, xs in self.tensors.items()}
         return replace(self, tensors=tensors)
@@ -123,7 +123,7 @@ class Trajectory:
 
     def graph(self, point: Point, begin: int, end: int) -> "Piece":
         """The same steps, so that they can be differentiated."""
-        first = last = point.leaves()
+        first = last = point.as_leaves()
         for number in range(begin, end):
             last = self._step(last, number, create_graph=True)
         return Piece(self, begin, first, last)
@@ -134,7 +134,7 @@ class Trajectory:
 
     def _step(self, point: Point, number: int, create_graph: bool) -> Point:
         if not create_graph:
-            point = point.leaves()
+            point = point.as_leaves()
         before = list(point.weights.values())
         self._passes.carry(point.buffers)
         loss = self._loss(point.weights, number)

@@ -27,8 +27,8 @@ class Watch:
         self._edited: set[str] = set()
 
     @contextmanager
-    def hypergradient(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compare around the whole first hypergradient, with its backward passes: sums of all bits, without a copy."""
+    def whole(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compare before and after the first hypergradient, backward passes included: sums of all bits, no copy."""
         if self.done:
             yield
             return

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..passes import random_state
 from ..errors import ArgumentError, BestResponseWarning
-from ..problem import MethodState, settings_of
+from ..memory import MethodState, settings_of
 from .run import SavedRun
 
 _FORMAT = 2

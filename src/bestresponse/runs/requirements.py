@@ -1,7 +1,6 @@
 """What `Tuner` requires of its optimisers, and their settings."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch.optim import Optimizer
@@ -10,6 +9,28 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..hyperparameters import Kinked
 from ..hyperparameters.orthant import fitting
 from ..problem import Problem
+
+
+def check_settings(
+    weight_steps: int,
+    warmup_steps: int,
+    clip_weights: float | None,
+    policy: str,
+    schedulers: Mapping[str, object],
+) -> None:
+    """Raise for an argument of `Tuner` out of its range."""
+    if weight_steps < 1 or warmup_steps < 0:
+        raise ArgumentError(
+            "Tuner needs weight_steps ≥ 1 and warmup_steps ≥ 0; got "
+            f"weight_steps={weight_steps!r}, warmup_steps={warmup_steps!r}."
+        )
+    if clip_weights is not None and not clip_weights > 0:
+        raise ArgumentError(f"Tuner.clip_weights must be positive, or None; got {clip_weights!r}.")
+    for name, scheduler in schedulers.items():
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            raise ArgumentTypeError(f"Tuner.{name} must be a learning-rate scheduler; got {scheduler!r}.")
+    if policy not in ("warn", "raise", "skip"):
+        raise ArgumentError(f'Tuner.policy must be "warn", "raise" or "skip"; got {policy!r}.')
 
 
 def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
@@ -72,19 +93,6 @@ def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
 
 def _held(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
-    """Put the settings of all groups back."""
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
-
-
-def first_settings(optimizer: object) -> list[dict[str, Any]]:
-    """The parameter groups as they were before a scheduler moved a rate (some do so when they are made)."""
-    if not isinstance(optimizer, Optimizer):
-        return []
-    return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
 
 
 def penalties_at_zero(problem: Problem) -> list[Kinked]:

@@ -20,7 +20,7 @@ class Run:
         # What is known of the residual's norm, once it was computed from the iterate; None after a step.
         self.known: float | None = 1.0
         self.lowest, self.highest = math.inf, -math.inf
-        self.status = Status.STEP_LIMIT
+        self.status = Status.STEPS_USED
         self.pairs: list[Pair] = []
         # The tridiagonal matrix of the Lanczos process in its factors: 1/α_j and β_j.
         self.pivots: list[float] = []

@@ -28,7 +28,7 @@ class Identity(Solver):
     """
 
     def iterate(self, system: System) -> Solution:
-        return Solution(system.b, Report(Status.STEP_LIMIT, products=0, steps=0, residual=None))
+        return Solution(system.b, Report(Status.STEPS_USED, products=0, steps=0, residual=None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class Exact(Solver):
         if residual > max(_LEFT, 4.0 * system.eps):
             status = Status.DIVERGED
         elif rank < size and residual > _SOLVED:
-            status = Status.STEP_LIMIT
+            status = Status.STEPS_USED
         report = Report(
             status,
             products=n,

@@ -43,7 +43,7 @@ class ConjugateGradient(Iterative):
 
     It stops when ‖b − (A + δI) x‖ ≤ tolerance · ‖b‖, at ``max_steps``, or at the first direction p
     with pᵀ(A + δI)p ≤ 0, where the method has no meaning: then it returns the best iterate by residual
-    with the status *negative curvature*. At the step limit the last iterate is returned, unless its
+    with the status *negative curvature*. After ``max_steps`` the last iterate is returned, unless its
     residual is above a hundred times that of zero, which is *diverged*, with the best iterate.
 
     Every ten steps, and wherever the recurrence has met the tolerance or may be rounding, the residual is computed
@@ -207,16 +207,16 @@ class ConjugateGradient(Iterative):
 
     def _finish(self, run: Run, system: System, damping: float, goal: float) -> Solution:
         status = run.status
-        if status is Status.STEP_LIMIT and run.known is not None and run.known <= goal:
+        if status is Status.STEPS_USED and run.known is not None and run.known <= goal:
             status = Status.CONVERGED
-        elif status is Status.STEP_LIMIT and run.residual > _RUNAWAY * system.target:
+        elif status is Status.STEPS_USED and run.residual > _RUNAWAY * system.target:
             status = Status.DIVERGED
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
         ritz = None if self._preconditioned else run.ritz_values(damping)  # else they are those of M⁻¹A
         detail = ""
         if status is Status.DIVERGED:
             detail = f"the last residual was {run.residual / system.target:.2g} times that of zero"
-        elif run.exhausted or (status is Status.STEP_LIMIT and run.residual <= goal):
+        elif run.exhausted or (status is Status.STEPS_USED and run.residual <= goal):
             detail = f"the residual is as small as {_tree.vector_dtype(run.x)} products make it"
         spectrum = ritz or met
         if spectrum is not None and (unanswered := no_unique_answer(spectrum, system.eps, damping)):

@@ -80,7 +80,7 @@ class MinimalResidual(Iterative):
         goal = system.target * self.relative_residual
         precondition = given_preconditioner(self.preconditioner, system, self.damping)
         x, left, size = _tree.zeros_like(system.b), system.b, 1.0
-        steps, falls, exhausted, status = 0, True, False, Status.STEP_LIMIT
+        steps, falls, exhausted, status = 0, True, False, Status.STEPS_USED
         ritz: list[float] = []
         while size > goal and steps < self.max_steps and falls and not exhausted and not status.failed:
             unit = 1.0 if steps == 0 else _tree.norm(left)
@@ -109,7 +109,7 @@ class MinimalResidual(Iterative):
             status = Status.CONVERGED
         exhausted = exhausted and size > goal
         if exhausted:
-            status = Status.STEP_LIMIT if size <= _LEFT * system.target else Status.DIVERGED
+            status = Status.STEPS_USED if size <= _LEFT * system.target else Status.DIVERGED
         report = Report(
             status,
             steps,
@@ -117,7 +117,7 @@ class MinimalResidual(Iterative):
             size,
             damping=self.damping or None,
             curvature=(ritz[0], ritz[-1]) if ritz else None,
-            detail=self._detail(system, ritz, exhausted, status is Status.STEP_LIMIT and not falls),
+            detail=self._detail(system, ritz, exhausted, status is Status.STEPS_USED and not falls),
         )
         return Solution(x, report, residual=None if status.failed else left)
 

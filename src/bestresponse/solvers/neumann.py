@@ -91,9 +91,9 @@ class Neumann(Solver):
         smallest = size = length = 1.0
         best: Tree | None = None
         lowest, highest = math.inf, -math.inf
-        status = Status.STEP_LIMIT
+        status = Status.STEPS_USED
         steps = 0
-        while steps < self.terms and status is Status.STEP_LIMIT:
+        while steps < self.terms and status is Status.STEPS_USED:
             steps += 1
             product = system.A(term)
             curvature = _tree.dot(term, product) / size / size
@@ -130,7 +130,7 @@ class Neumann(Solver):
             floor = system.eps * max(abs(lowest), abs(highest)) * _tree.norm(x)
             residual, left = system.compute(x, 0.0, floor, _LEFT)
             if status is Status.CONVERGED and residual > _LEFT:
-                status = Status.STEP_LIMIT
+                status = Status.STEPS_USED
         report = Report(
             status,
             products=steps,

@@ -63,7 +63,7 @@ class Nystrom(Solver):
         x = _tree.unflatten(flat.addmv_(basis, seen.to(b.dtype)), system.b)
         left = system.residual(x, self.damping, 1.0)
         residual = _tree.norm(left)
-        status = Status.CONVERGED if residual <= _CONVERGED * system.target else Status.STEP_LIMIT
+        status = Status.CONVERGED if residual <= _CONVERGED * system.target else Status.STEPS_USED
         if not residual <= system.target:
             status, x, residual = Status.DIVERGED, zero, 1.0
         ritz = torch.linalg.eigvalsh((core + core.T) / 2)

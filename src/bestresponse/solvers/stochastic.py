@@ -70,7 +70,7 @@ class SOBA(Solver):
                 return Solution(zero, Report(Status.NOT_FINITE, 0, 0, 1.0), dict(system.memory))
             step_size = 0.5 / top if top > 0.0 else 1.0
         x, r = _tree.copy(zero), system.b
-        size, length, status = 1.0, 1.0, Status.STEP_LIMIT
+        size, length, status = 1.0, 1.0, Status.STEPS_USED
         for step in range(self.steps):
             rate = step_size / (1.0 + self.decay * memory["count"])
             if step:

@@ -37,7 +37,7 @@ class Status(StrEnum):
     """How a solve ended."""
 
     CONVERGED = "converged"
-    STEP_LIMIT = "step limit"
+    STEPS_USED = "steps used"
     NEGATIVE_CURVATURE = "negative curvature"
     DIVERGED = "diverged"
     NOT_FINITE = "not finite"
@@ -45,7 +45,7 @@ class Status(StrEnum):
     @property
     def failed(self) -> bool:
         """Whether the answer should not be used without a second look. Reaching a limit is not failing."""
-        return self not in (Status.CONVERGED, Status.STEP_LIMIT)
+        return self not in (Status.CONVERGED, Status.STEPS_USED)
 
 
 @dataclass(frozen=True)

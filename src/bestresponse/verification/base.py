@@ -61,7 +61,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
     if why := claim.skipped() or _unfit(problem):
         return f"not verified: {why}"
     thing, part = claim.key()
-    known = problem.verified(thing)
+    known = problem.verifications(thing)
     if part not in known:
         with torch.inference_mode(False), torch.enable_grad():
             finding = _examined(problem, claim, train, val, seed)

@@ -1,0 +1,46 @@
+"""What methods keep on a problem from one call to the next."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from . import _tree
+from ._tree import Tree
+
+
+@dataclass
+class MethodState:
+    """What a method remembers between two calls on one problem.
+
+    Attributes:
+        solution: the last solution of the linear system by weight, or how far `Penalty`'s two sets of weights
+            are apart; None before the first.
+        memory: what goes with it (a scale estimate, a chosen damping, moments).
+    """
+
+    solution: Tree | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    def fits(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether the solution still has the layout of the weights."""
+        if self.solution is None:
+            return True
+        of_solution = {n: w for n, w in weights.items() if n in self.solution}
+        return _tree.same_layout(self.solution, of_solution)
+
+
+def settings_of(value: Any) -> str:
+    """A method's settings as text, the same for two objects that were made alike."""
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = ", ".join(f"{f.name}={settings_of(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, functools.partial):
+        arguments = [value.func, *value.args, *sorted(value.keywords.items())]
+        return f"partial({', '.join(map(settings_of, arguments))})"
+    if repr(value) == object.__repr__(value):  # which would tell an address
+        return type(value).__qualname__
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if name else repr(value)
