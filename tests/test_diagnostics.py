@@ -13,7 +13,7 @@ import cases
 from bestresponse import _tree
 from bestresponse.cli import main
 from bestresponse.diagnostics import Check, check, methods
-from bestresponse.testing import _no_trace
+from bestresponse.testing.comparison import NoTrace
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_it_changes_nothing(every_method):
     method = br.Implicit()
     br.hypergradient(problem, train, val, method)
     state, warned, seen = problem.state(method).solution, set(problem._warned), len(problem._seen)
-    with _no_trace(problem):
+    with NoTrace(problem):
         found = check(
             problem, train, val, weight_optimizer=optimizer, methods={"mine": method}, retrain_steps=5
         )
@@ -349,13 +349,13 @@ def test_an_error_in_the_users_own_code_is_a_finding():
         raise KeyError("labels")
 
     problem, train, val = problem_of(Network(), broken), data(), data()
-    with _no_trace(problem):
+    with NoTrace(problem):
         found = check(problem, train, val)
     (text,) = of(found, "losses", "error")
     assert "KeyError: 'labels' (test_diagnostics.py" in text
 
 
-def test_an_interrupt_comes_through_and_leaves_no_trace():
+def test_an_interrupt_comes_through_and_leavesNoTrace():
     calls = []
 
     def interrupted(m, h, b):
@@ -365,7 +365,7 @@ def test_an_interrupt_comes_through_and_leaves_no_trace():
         return fit(m, h, b) + h(m)
 
     problem, train, val = problem_of(Network(), interrupted), data(), data()
-    with _no_trace(problem), pytest.raises(KeyboardInterrupt):
+    with NoTrace(problem), pytest.raises(KeyboardInterrupt):
         check(problem, train, val)
 
 

@@ -13,7 +13,7 @@ from bestresponse.solvers.preconditioning import diagonal_inverse, pair, quasi_n
 from bestresponse.testing import linear_systems
 
 SYSTEMS = {system.name: system for system in linear_systems()}
-SCALES = ["definite", "definite, large", "definite, small"]
+SCALES = ["definite", "definite, times 300", "definite, times 0.001"]
 
 
 def dense_of(preconditioner, system):
@@ -156,7 +156,7 @@ def test_pairs_of_another_precision_or_size_are_dropped():
 
 @pytest.mark.parametrize("damping", [0.0, 0.5, None])
 def test_recycling_with_every_damping_and_diagonal_reaches_the_dense_answer(damping):
-    system = SYSTEMS["definite, large"]
+    system = SYSTEMS["definite, times 300"]
     diagonal = system.unflatten(torch.diagonal(system.matrix).clone())
     solver = br.ConjugateGradient(30, 1e-12, damping=damping, recycle=4, diagonal=True)
     memory = {}
@@ -217,7 +217,7 @@ def test_ritz_values_are_those_of_the_krylov_space(name, steps, damping):
 
 
 def test_the_residual_vector_is_that_of_the_report():
-    system = SYSTEMS["definite, small"]
+    system = SYSTEMS["definite, times 0.001"]
     for solver, start in (
         (br.ConjugateGradient(3), None),
         (br.ConjugateGradient(3), system.unflatten(torch.linalg.solve(system.matrix, system.b) * 0.9)),

@@ -14,7 +14,8 @@ from .._tree import Tree
 from ..passes import graph
 from ..problem import Passes
 from . import kinks
-from .base import Curvature, Linearisation, reached_weights, warn_of_power_iterations
+from .base import Curvature, Linearisation, reached_weights
+from .power_iteration import warn_of_power_iterations
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,9 @@ from ..passes import graph
 from ..passes.checked_loss import checked_loss, refuse_not_finite
 from ..problem import Passes
 from . import kinks
-from .base import Linearisation, reached_weights, warn_of_power_iterations
+from .base import Linearisation, reached_weights
 from .outputs import with_graph
+from .power_iteration import warn_of_power_iterations
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]

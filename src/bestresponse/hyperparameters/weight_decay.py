@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
+from .power_penalty import decays_of, diagonal, penalty, slope
 
 
 class WeightDecay(nn.Module):
@@ -93,7 +93,7 @@ class WeightDecay(nn.Module):
     def curvature_diagonal(self, model: nn.Module) -> dict[str, Tensor]:
         """∂²Ω/∂w_i² = (p − 1) exp(λ_i) |w_i|^(p−2), by weight; exact, since Ω has no mixed derivatives."""
         pairs = self._pairs(model)
-        return {name: _diagonal(w, rate, self.power) for name, (w, rate) in pairs.items()}
+        return {name: diagonal(w, rate, self.power) for name, (w, rate) in pairs.items()}
 
     @torch.no_grad()
     def rates_at_zero(self, model: nn.Module) -> dict[str, Tensor]:
@@ -111,8 +111,8 @@ class WeightDecay(nn.Module):
         total: dict[str, Tensor] = {}
         for name, (w, rate) in self._pairs(model).items():
             if name in v:
-                decays, slope = _decays(rate, w), _slope(w, self.power)
-                part = decays.mul_(slope) if decays.shape == w.shape else decays * slope.to(decays.dtype)
+                decays, steep = decays_of(rate, w), slope(w, self.power)
+                part = decays.mul_(steep) if decays.shape == w.shape else decays * steep.to(decays.dtype)
                 part = part.mul_(v[name]).sum_to_size(rate.shape).to(rate.dtype)
                 at = "log_decay" if self.per == "global" else f"log_decay.{name}"
                 total[at] = total[at] + part if at in total else part
@@ -172,103 +172,6 @@ class WeightDecay(nn.Module):
                 )
             pairs[name] = (w, rate)
         return pairs
-
-
-def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
-    """(1/p) Σ exp(rate) |w|ᵖ for one tensor, with a graph that holds the two tensors and no more.
-
-    Its two gradients are two nodes, each of which sees one of the tensors as its input and takes the other
-    from a box. So autograd leaves out the one that is not asked for, which it can't do inside a node. Dual numbers
-    and compilers, which see no box, take plain operations.
-    """
-    if torch.compiler.is_compiling() or any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate)):  # type: ignore[no-untyped-call]
-        return (rate.exp() * _power(w, power)).sum() / power
-    # For p = 1 the kink is left to torch's abs, where those who look for kinks find it.
-    base = w.abs() if power == 1 else w
-    of_weights: Tensor = _ToWeights.apply(base, (rate,), power)  # type: ignore[no-untyped-call]
-    of_rates: Tensor = _ToRates.apply(rate, (w,), power)  # type: ignore[no-untyped-call]
-    return of_weights + of_rates
-
-
-def _decays(rate: Tensor, w: Tensor) -> Tensor:
-    """Exp(rate) in a tensor of its own, as precise as both."""
-    return rate.exp().to(torch.promote_types(rate.dtype, w.dtype))
-
-
-# Below p = 2 the curvature is infinite at a weight of zero. There |w| stands for √(w² + ε²), with this ε.
-_SMALL = 1e-6
-
-
-def _power(w: Tensor, p: float) -> Tensor:
-    """|w|ᵖ, smoothed at zero for 1 < p < 2."""
-    if p in (1, 2):
-        return w.abs() if p == 1 else w.square()
-    return (w.square() + _SMALL**2).pow(p / 2) if 1 < p < 2 else w.abs().pow(p)
-
-
-def _slope(w: Tensor, p: float) -> Tensor:
-    """∂/∂w of |w|ᵖ / p."""
-    if p in (1, 2):
-        return w.sign() if p == 1 else w
-    return w * (w.square() + _SMALL**2).pow(p / 2 - 1) if 1 < p < 2 else w.abs().pow(p - 1) * w.sign()
-
-
-def _bend(w: Tensor, p: float) -> Tensor:
-    """∂²/∂w² of |w|ᵖ / p."""
-    if p == 2:
-        return torch.ones_like(w)
-    if p == 1:
-        return torch.zeros_like(w)
-    if p > 2:
-        return (p - 1) * w.abs().pow(p - 2)
-    smooth = w.square() + _SMALL**2
-    return smooth.pow(p / 2 - 1) + (p - 2) * w.square() * smooth.pow(p / 2 - 2)
-
-
-def _diagonal(w: Tensor, rate: Tensor, p: float) -> Tensor:
-    """∂²/∂w² of the penalty."""
-    decays = rate.exp()
-    return (decays if p == 2 and decays.shape == w.shape else decays * _bend(w, p)).to(w.dtype)
-
-
-class _ToWeights(torch.autograd.Function):
-    """The value, and ∂/∂w = exp(rate) |w|^(p−1) sign w; of |w| in the place of w where p = 1."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, box: tuple[Tensor], power: float) -> Tensor:
-        # The slope of |w| as a function of itself is one everywhere, for which a single number is enough.
-        ctx.save_for_backward(w.new_ones(()).expand_as(w) if power == 1 else w)
-        ctx.box, ctx.power = box, power
-        decays = _decays(box[0], w)
-        if decays.shape != w.shape:
-            return (decays * _power(w, power)).sum() / power
-        # In place: where there are millions of weights, memory that is taken anew costs as much as the arithmetic.
-        return (decays.mul_(w).mul_(w) if power == 2 else decays.mul_(_power(w, power))).sum() / power
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (w,) = ctx.saved_tensors
-        (rate,) = ctx.box
-        decays, slope = _decays(rate, w), _slope(w, ctx.power)
-        whole = decays.shape == w.shape and not torch.is_grad_enabled()
-        return (decays.mul_(slope) if whole else decays * slope) * grad, None, None
-
-
-class _ToRates(torch.autograd.Function):
-    """Zero, and ∂/∂rate = exp(rate) |w|ᵖ / p, summed over the weights that share a rate."""
-
-    @staticmethod
-    def forward(ctx: Any, rate: Tensor, box: tuple[Tensor], power: float) -> Tensor:
-        ctx.save_for_backward(rate)
-        ctx.box, ctx.power = box, power
-        return rate.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (rate,) = ctx.saved_tensors
-        (w,) = ctx.box
-        whole = rate.exp() * _power(w, ctx.power) * (grad / ctx.power)
-        return whole.sum_to_size(rate.shape), None, None
 
 
 def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:

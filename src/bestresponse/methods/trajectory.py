@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .._tree import Tree
 from ..batches import Batches, weighted
-from ..curvatures.base import warn_of_power_iterations, warn_of_unreached
+from ..curvatures.base import warn_of_unreached
+from ..curvatures.power_iteration import warn_of_power_iterations
 from ..errors import ArgumentError, DivergedError, NotFiniteError
 from ..passes import graph
 from ..passes.passes import Buffers

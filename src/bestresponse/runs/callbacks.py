@@ -14,8 +14,7 @@ from typing import IO, Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import ArgumentError
-from ..errors import require_integer
+from ..errors import ArgumentError, require_integer
 from .run import Run
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..passes import random_state
 from ..errors import ArgumentError, BestResponseWarning
 from ..memory import MethodState, settings_of
+from ..passes import random_state
 from .run import SavedRun
 
 _FORMAT = 2
@@ -218,7 +218,9 @@ def _load_method(tuner: SavedRun, saved: Mapping[str, Any]) -> None:
     solution, memory = (_placed(saved[key], problem.weights, place) for key in ("solution", "memory"))
     problem.remember(tuner.method, MethodState(solution, memory))
     for name, part in tuner.method.parts_that_remember().items():
-        problem.remember(part, MethodState(None, _placed(saved["parts"].get(name, {}), problem.weights, place)))
+        problem.remember(
+            part, MethodState(None, _placed(saved["parts"].get(name, {}), problem.weights, place))
+        )
 
 
 def _placed(value: Any, weights: Mapping[str, Tensor], place: torch.device) -> Any:

@@ -4,9 +4,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..passes import random_state
 from ..batches import Batches
 from ..errors import ArgumentError, ArgumentTypeError, BestResponseWarning
+from ..passes import random_state
 
 
 class Stream:

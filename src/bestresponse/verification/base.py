@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..curvatures.base import power_iteration
+from ..curvatures.power_iteration import power_iteration
 from ..errors import SecondDerivativeError
 from ..passes.embedding import has_max_norm
 from ..problem import Problem

@@ -1,0 +1,60 @@
+"""What callbacks and checkpoints read of a run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..problem import Problem
+from .streams import Stream
+
+
+class Remembering(Protocol):
+    """A method, as a checkpoint sees it."""
+
+    def parts_that_remember(self) -> Mapping[str, object]:
+        """Its parts that have a state of their own on a problem, by name."""
+
+
+class Run(Protocol):
+    """A run of `Tuner`, as its callbacks see it.
+
+    Attributes:
+        history: a dict for each hyper-step.
+        hyper_step, last_hyper_step: the number of hyper-steps made, and that at which `Tuner.fit` ends.
+        stopped: the reason given to `stop`; None while the run goes on.
+    """
+
+    history: list[dict[str, Any]]
+    hyper_step: int
+    last_hyper_step: int
+    stopped: str | None
+
+    @property
+    def problem(self) -> Problem:
+        """The two losses."""
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present hyper-step."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the run into one file."""
+
+
+class SavedRun(Run, Protocol):
+    """A run with all that a checkpoint writes and reads.
+
+    Attributes:
+        streams: the collections of batches by name.
+        resumed: positions and random state of a run that was loaded and has not gone on since; else None.
+    """
+
+    streams: dict[str, Stream]
+    resumed: dict[str, Any] | None
+
+    @property
+    def method(self) -> Remembering:
+        """How the hypergradient is computed."""
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """What is called after each hyper-step."""

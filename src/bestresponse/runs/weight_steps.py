@@ -1,0 +1,87 @@
+"""Steps of the weights on the training loss."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..batches import weighted
+from ..hyperparameters import Kinked, orthant_wise
+from ..passes.checked_loss import checked_loss
+from ..passes.embedding import clip_gradients
+from ..problem import Problem
+from .requirements import penalties_at_zero
+
+WeightStep = Callable[[Problem, Any], None]
+
+
+class WeightSteps:
+    """Steps of the weights by an optimiser, which leave ``.grad`` of the hyperparameters alone.
+
+    Args:
+        problem: the two losses.
+        optimizer: a torch optimiser, whose settings it notes; or a function (problem, batch) -> None that moves the
+            weights itself.
+    """
+
+    def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
+        self.problem = problem
+        self._settings = _first_settings(optimizer)
+        self._penalties: Sequence[Kinked] = penalties_at_zero(problem)
+
+    def step(self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None) -> Tensor:
+        """Make a step, and return the training loss before it; after it where a function makes the step."""
+        problem = self.problem
+        if not isinstance(optimizer, Optimizer):
+            optimizer(problem, batch)
+            with problem.undisturbed(twice=False) as passes:
+                return passes.train_loss(batch).detach()
+        weights = list(problem.weights.values())
+        optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for piece, weight in weighted(batch):
+            loss = weight * checked_loss(
+                "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
+            )
+            # With inputs, .grad of the hyperparameters stays free of ∂L_T/∂λ, and is not computed.
+            torch.autograd.backward(loss, inputs=weights)
+            losses.append(loss.detach())
+        with orthant_wise(problem.model, *self._penalties):
+            if clip is not None:
+                clip_gradients(weights, clip)
+            optimizer.step()
+        # A gradient that is kept to the next step would lie beside the hypergradient's own vectors.
+        optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum()
+
+    @contextmanager
+    def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[None]:
+        """The optimiser with its first settings and empty state; both are put back at the end."""
+        if not isinstance(optimizer, Optimizer):
+            yield
+            return
+        kept = optimizer.state, [dict(group) for group in optimizer.param_groups]
+        try:
+            optimizer.state = defaultdict(dict)
+            _set_groups(optimizer, self._settings)
+            yield
+        finally:
+            optimizer.state = kept[0]
+            _set_groups(optimizer, kept[1])
+
+
+def _first_settings(optimizer: object) -> list[dict[str, Any]]:
+    """The parameter groups as they were before a scheduler moved a rate (some do so when they are made)."""
+    if not isinstance(optimizer, Optimizer):
+        return []
+    return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+
+
+def _set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+    """Put the settings of all groups back."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
