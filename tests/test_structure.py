@@ -15,7 +15,7 @@ LAYERS = [
     ["solvers", "batches", "losses"],
     ["passes", "distributed", "hyperparameters", "memory", "parameters"],
     ["problem"],
-    ["curvatures", "hypernetworks", "runs", "baselines"],
+    ["curvatures", "hypernetworks", "runs", "search", "_optuna"],
     ["verification"],
     ["methods"],
     ["tuner", "diagnostics"],

@@ -1,7 +1,6 @@
 """Tune millions of hyperparameters while a PyTorch model trains."""
 
 from . import diagnostics, hypernetworks, hyperparameters, losses, solvers, testing
-from .baselines import SearchResult, search
 from .batches import Batches
 from .curvatures import (
     KFAC,
@@ -28,6 +27,10 @@ from .methods import (
 )
 from .problem import Problem
 from .runs import callbacks
+
+# This rebinds ``bestresponse.search`` from the module of that name to the function. A module binds its name once, when
+# it is first imported, so later imports of it leave the function in place.
+from .search import SearchResult, search
 from .solvers import MINRES, ConjugateGradient, Exact, Identity, Neumann, Nystrom, Solver, Status
 from .tuner import Tuner
 

@@ -5,6 +5,7 @@ Each message says what was required, what was got, and what to do.
 
 import inspect
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 
@@ -38,6 +39,10 @@ class SecondDerivativeError(EvaluationError):
 
 class SolveError(EvaluationError):
     """A linear solve failed, and the policy was to raise."""
+
+
+class MissingPackageError(Error, ImportError):
+    """A package of an extra is not installed."""
 
 
 class BestResponseWarning(UserWarning):
@@ -86,3 +91,14 @@ def require_integer(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(f"{name} must be an integer ≥ {minimum}; got {value!r}. Pass a Python int.")
     require(value >= minimum, name, f"an integer ≥ {minimum}", value)
+
+
+def require_package(package: str, owner: str, extra: str) -> None:
+    """Raise for a package of an extra that is not installed."""
+    try:
+        import_module(package)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{owner} needs the package {error.name!r}, which is not installed. "
+            f"Run: pip install 'bestresponse[{extra}]'"
+        ) from error

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from .. import _tree
 from .._tree import Tree
-from ..baselines import search
 from ..curvatures import EmpiricalFisher, Hessian
 from ..diagnostics import measuring
 from ..hypernetworks import Hypernetwork, LinearHypernetwork, SelfTuning
 from ..hyperparameters import WeightDecay
 from ..methods import SAMA, Direct, Forward, Implicit, Method, Penalty, Unrolled, hypergradient, rules
 from ..problem import Problem
+from ..search import search
 from ..solvers import ConjugateGradient, Exact, Identity, Neumann
 from ..solvers.direct import dense
 from . import classification, data, regression

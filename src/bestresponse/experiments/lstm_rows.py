@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from ..baselines import search
 from ..curvatures import GaussNewton
 from ..hypernetworks import SelfTuning
 from ..hyperparameters import WeightDecay
@@ -16,6 +15,7 @@ from ..losses import CrossEntropy
 from ..methods import Direct, Implicit, Method
 from ..problem import Problem
 from ..runs import callbacks
+from ..search import search
 from ..solvers import Identity, Neumann
 from ..tuner import Tuner
 from . import language, text

@@ -2,6 +2,8 @@
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -44,6 +46,17 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed every global generator, and put their states back afterwards."""
+    states = snapshot()
+    try:
+        seed_all(seed)
+        yield
+    finally:
+        restore(states)
 
 
 def kinds() -> tuple[type, ...]:
