@@ -34,6 +34,7 @@ def check_settings(
 
 
 def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
+    """Raise for what cannot train the weights: it must hold all of them, no hyperparameter, and have no decay."""
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"Tuner.problem must be a Problem; got {type(problem).__name__}.")
     if not isinstance(optimizer, Optimizer):
@@ -76,6 +77,7 @@ def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
 
 
 def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
+    """Raise for what cannot tune the hyperparameters: it must hold all of them, and nothing else."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"the hyper-optimiser must be a torch optimiser; got {type(optimizer).__name__}."
