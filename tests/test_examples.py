@@ -54,3 +54,32 @@ def test_dropout_and_decay(capsys):
     assert after < 0.9 * before
     assert "dropout of inputs" in shown
     assert "decay of first.weight" in shown
+
+
+def test_own_solver(capsys):
+    run("own_solver")
+    norms = [line.split("norm=")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(norms) == 2
+    assert norms[0] == norms[1]
+
+
+def test_own_curvature(capsys):
+    run("own_curvature")
+    norms = [line.split("norm=")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(norms) == 2
+    assert norms[0] == norms[1]
+
+
+def test_own_method(capsys):
+    run("own_method")
+    line = capsys.readouterr().out.splitlines()[1]
+    before, after = (float(x) for x in line.removeprefix("validation loss ").split(" → "))
+    assert after < before
+
+
+def test_own_hyperparameters(capsys):
+    run("own_hyperparameters")
+    shown = capsys.readouterr().out.splitlines()
+    before, after = (float(x) for x in shown[1].removeprefix("validation loss ").split(" → "))
+    assert after < before
+    assert int(shown[2].split(" of ")[0]) > 5

@@ -79,7 +79,7 @@ def _check_curvature(module: KnownCurvature, model: nn.Module, tolerance: float)
     tensors = list(weights.values())
     slopes = _gradient(module(model), tensors)
     expected = {n: diagonal.get(n, torch.zeros_like(w)) for n, w in weights.items()}
-    size = max((float(d.abs().max()) for d in expected.values()), default=0.0) or 1.0
+    size = max((float(d.detach().abs().max()) for d in expected.values()), default=0.0) or 1.0
     for name, slope in zip(weights, slopes, strict=True):
         assert expected[name].shape == slope.shape, (
             f"curvature_diagonal()[{name!r}] must have the weight's shape"
@@ -89,8 +89,8 @@ def _check_curvature(module: KnownCurvature, model: nn.Module, tolerance: float)
             for other, part in zip(weights, row, strict=True):
                 wanted = torch.zeros_like(part).reshape(-1)
                 if other == name:
-                    wanted[index] = expected[name].reshape(-1)[index]
-                error = float((part.reshape(-1) - wanted).abs().max()) / size
+                    wanted[index] = expected[name].detach().reshape(-1)[index]
+                error = float((part.detach().reshape(-1) - wanted).abs().max()) / size
                 assert error <= tolerance, (
                     f"curvature_diagonal() must be the whole Hessian of the term, to {tolerance}; got an error of "
                     f"{error:.2g} in ∂²/∂{name}∂{other}"
@@ -108,11 +108,11 @@ def _check_mixed(
     along = sum((s * v[n]).sum() for n, s in zip(weights, slopes, strict=True))
     assert isinstance(along, Tensor)
     wanted = _gradient(along, list(parameters.values()))
-    size = max((float(x.abs().max()) for x in wanted), default=0.0) or 1.0
+    size = max((float(x.detach().abs().max()) for x in wanted), default=0.0) or 1.0
     for (name, p), x in zip(parameters.items(), wanted, strict=True):
         found = got.get(name, torch.zeros_like(p))
         assert found.shape == p.shape, f"mixed_product()[{name!r}] must have the parameter's shape"
-        error = float((found - x).abs().max()) / size
+        error = float((found - x).detach().abs().max()) / size
         assert error <= tolerance, (
             f"mixed_product() must be v · ∂²/∂w∂λ of the term, to {tolerance}; got an error of {error:.2g} for {name!r}"
         )
