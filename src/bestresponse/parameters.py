@@ -57,8 +57,7 @@ def _warn_of_trained_rates(model: nn.Module, weights: set[int]) -> None:
     ]
     if trained:
         warnings.warn(
-                        f"the model's {trained[:5]} have hyperparameters that are not in hyper, and will be trained as
-                        weights, on "
+            f"the model's {trained[:5]} have hyperparameters that are not in hyper, and will be trained as weights, on "
             "the training loss. Put all tuned modules into one submodule of the model, and pass that submodule as "
             "hyper; or freeze them with requires_grad_(False).",
             BestResponseWarning,
@@ -76,8 +75,7 @@ def _refuse_shared(model: nn.Module, hyper: nn.Module) -> None:
         raise ArgumentError(
             f"hyper must be a submodule of model or share nothing with it; {type(hyper).__name__} holds "
             f"{list(dict.fromkeys(shared))[:5]} of the model, which would turn weights into hyperparameters. "
-                        "Keep names, not the module, in hyper, and take the model as an argument of the loss. Put
-                        modules with "
+            "Keep names, not the module, in hyper, and take the model as an argument of the loss. Put modules with "
             "hyperparameters that run inside the model into one submodule of it, and pass that as hyper: "
             "model.tuned = nn.ModuleDict({...}), Problem(model, model.tuned, ...)."
         )

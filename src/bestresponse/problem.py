@@ -145,8 +145,7 @@ class Problem:
         if gone and calls == 1:
             self.warn_once(
                 ("made anew", settings),
-                                f"{method!r} keeps its solution for the next call, so each call must use the same
-                                object; "
+                f"{method!r} keeps its solution for the next call, so each call must use the same object; "
                 "got a second object with the same settings, and the first one no longer exists. Make the method "
                 "once, before the loop.",
             )
@@ -160,8 +159,7 @@ class Problem:
         return first
 
     def verifications(self, thing: Any) -> dict[str, str]:
-        """The results of verification for ``thing`` (a curvature, a kind of method) on this problem, by what was
-        checked."""
+        """The results of verification for ``thing`` (a curvature, a kind of method), by what was checked."""
         return self._verified.setdefault(thing, {})
 
     def warn_once(self, key: object, message: str) -> None:

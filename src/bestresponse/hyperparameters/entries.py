@@ -65,7 +65,7 @@ def declared_ranges(hyper: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     if missing := [name for name in tensors if name not in ranges]:
         raise ArgumentError(
             f"search needs a range for every hyperparameter; {missing[:5]} declare none. Pass a space, or add a method "
-                "ranges() to their module."
+            "ranges() to their module."
         )
     if (size := sum(tensor.numel() for tensor in tensors.values())) > _LARGEST:
         raise ArgumentError(

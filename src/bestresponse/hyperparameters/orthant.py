@@ -20,7 +20,7 @@ def orthant_wise(model: nn.Module, *penalties: Kinked) -> Iterator[None]:
 
     With the gradient g of the training loss without the penalty, and the penalty's rate r, a weight
     - that the step takes across zero becomes zero;
-        - at zero with |g| ≤ r stays there;
+    - at zero with |g| ≤ r stays there;
     - at zero with |g| > r may leave only to the side of −g.
 
     Nothing is shrunk twice: the gradient of the training loss already includes the penalty, except at zero, where torch

@@ -87,14 +87,10 @@ class Hypergradient:
 def failure_message(report: Report) -> str:
     """The message about a failed solve."""
     nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
-    used = (
-        "zero is used, so the indirect part is zero" if nothing else "its best iterate is used"
-    )
+    used = "zero is used, so the indirect part is zero" if nothing else "its best iterate is used"
     advice = "More damping, another solver or curvature, or better trained weights may help."
     if report.status is Status.NOT_FINITE and report.detail:
-        advice = (
-            "Damping does not repair that derivative: add a small constant under the root, the norm or the power."
-        )
+        advice = "Damping does not repair that derivative: add a small constant under the root, the norm or the power."
     return (
         f"the linear solve ended with {report}; {used}. {advice} "
         "(This warning comes once for each status and method; h.solve and the history report every solve.)"
@@ -104,8 +100,7 @@ def failure_message(report: Report) -> str:
 def skip_message(number: int) -> str:
     """The message about the first skipped hyper-step."""
     return (
-                f"hyper-step {number} is skipped, since its hypergradient failed. (This warning comes once; `stepped` in
-                the "
+        f"hyper-step {number} is skipped, since its hypergradient failed. (This warning comes once; `stepped` in the "
         "history shows each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
     )
 

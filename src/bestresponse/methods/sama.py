@@ -85,7 +85,7 @@ class SAMA(Method):
             v[name] = -through
             if rule.moments:
                 # Where there was no gradient yet, as in rows of an embedding, the derivative is 1/ε, and all other
-        # entries would be rounding compared with it. The mixed term is zero there.
+                # entries would be rounding compared with it. The mixed term is zero there.
                 never = torch.stack([x.detach() == 0 for x in (g, *after[1:])]).all(0)
                 v[name] = v[name].masked_fill(never, 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}

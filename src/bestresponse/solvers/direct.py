@@ -70,7 +70,7 @@ class Exact(Solver):
         if not bool(torch.isfinite(matrix := dense(system.A, system.b)).all()):
             zero = _tree.zeros_like(system.b)
             return Solution(zero, Report(Status.NOT_FINITE, products=n, steps=0, residual=1.0))
-        # If autograd cuts a weight's gradient off from all others (the row of a padding index), A's column is zero too.
+        # A weight whose gradient no other weight changes (the row of a padding index) must not change others either.
         apart = ~(matrix - torch.diag(matrix.diag())).any(dim=1)
         matrix[:, apart] = torch.diag(matrix.diag())[:, apart]
         b = flat_b.double()
