@@ -1,6 +1,6 @@
-"""Everything that the library raises or warns with.
+"""The errors and warnings of the library.
 
-Each message says what was required, what was got, and what to do.
+Each message states what was required, what was received, and what to do.
 """
 
 import inspect
@@ -22,7 +22,7 @@ class ArgumentTypeError(Error, TypeError):
 
 
 class EvaluationError(Error, RuntimeError):
-    """Something found while a loss or its graph ran: not a scalar, not finite, detached, out of reach."""
+    """A problem found while a loss or its graph ran: not a scalar, not finite, detached, or out of reach."""
 
 
 class NotFiniteError(EvaluationError):
@@ -34,7 +34,7 @@ class DivergedError(EvaluationError):
 
 
 class SecondDerivativeError(EvaluationError):
-    """An operation in the training loss has no second derivative, or would lose it without a word."""
+    """An operation in the training loss has no second derivative, or would lose it silently."""
 
 
 class SolveError(EvaluationError):
@@ -42,26 +42,26 @@ class SolveError(EvaluationError):
 
 
 class MissingPackageError(Error, ImportError):
-    """A package of an extra is not installed."""
+    """A package that belongs to an extra is not installed."""
 
 
 class BestResponseWarning(UserWarning):
-    """The category of every warning that the library gives: filter it by this class."""
+    """The category of all warnings of the library; use it to filter them."""
 
 
 def named(names: Iterable[object], most: int = 5) -> str:
-    """A list of names in words, for messages."""
+    """A list of names as text, for messages."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(map(str, listed[:most])) + more
 
 
 def require_parameters(owner: str, function: Callable[..., Any], names: str) -> None:
-    """Raise for a function that can't be called with arguments of these names, by position."""
+    """Raise if the function cannot be called with these arguments, by position."""
     called = getattr(function, "forward", function)  # a module's own call takes anything
     try:
         signature = inspect.signature(called)
-    except (TypeError, ValueError):  # some built-in functions tell none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*names.split(", "))
@@ -73,13 +73,13 @@ def require_parameters(owner: str, function: Callable[..., Any], names: str) -> 
 
 
 def require(condition: bool, name: str, required: str, got: object) -> None:
-    """Raise for an argument out of its range."""
+    """Raise if an argument is out of its range."""
     if not condition:
         raise ArgumentError(f"{name} must be {required}; got {got!r}.")
 
 
 def require_number(name: str, value: object) -> None:
-    """Raise for an argument unless it is a number: for a tensor or a string."""
+    """Raise if an argument is not a number, for example a tensor or a string."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(
             f"{name} must be a number; got {type(value).__name__} {value!r}. Pass a Python float or int."
@@ -87,14 +87,14 @@ def require_number(name: str, value: object) -> None:
 
 
 def require_integer(name: str, value: object, minimum: int) -> None:
-    """Raise for an argument unless it is an integer ≥ minimum."""
+    """Raise if an argument is not an integer ≥ minimum."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(f"{name} must be an integer ≥ {minimum}; got {value!r}. Pass a Python int.")
     require(value >= minimum, name, f"an integer ≥ {minimum}", value)
 
 
 def require_package(package: str, owner: str, extra: str) -> None:
-    """Raise for a package of an extra that is not installed."""
+    """Raise if a package that belongs to an extra is not installed."""
     try:
         import_module(package)
     except ModuleNotFoundError as error:

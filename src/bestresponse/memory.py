@@ -1,4 +1,4 @@
-"""What methods keep on a problem from one call to the next."""
+"""The state that methods keep on a problem from one call to the next."""
 
 import functools
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from ._tree import Tree
 
 @dataclass
 class MethodState:
-    """What a method remembers between two calls on one problem.
+    """The state that a method keeps between two calls on one problem.
 
     Attributes:
-        solution: the last solution of the linear system by weight, or how far `Penalty`'s two sets of weights
-            are apart; None before the first.
-        memory: what goes with it (a scale estimate, a chosen damping, moments).
+        solution: the last solution of the linear system by weight, or for `Penalty` the difference of its two sets of
+            weights; None before the first call.
+        memory: further values (a scale estimate, a chosen damping, moments).
     """
 
     solution: Tree | None = None
@@ -33,14 +33,14 @@ class MethodState:
 
 
 def settings_of(value: Any) -> str:
-    """A method's settings as text, the same for two objects that were made alike."""
+    """A method's settings as text, equal for two objects with the same settings."""
     if is_dataclass(value) and not isinstance(value, type):
         inside = ", ".join(f"{f.name}={settings_of(getattr(value, f.name))}" for f in fields(value))
         return f"{type(value).__name__}({inside})"
     if isinstance(value, functools.partial):
         arguments = [value.func, *value.args, *sorted(value.keywords.items())]
         return f"partial({', '.join(map(settings_of, arguments))})"
-    if repr(value) == object.__repr__(value):  # which would tell an address
+    if repr(value) == object.__repr__(value):  # which would contain an address
         return type(value).__qualname__
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name else repr(value)

@@ -32,17 +32,17 @@ class Problem:
     A loss is a function (model, hyper, batch) -> scalar tensor, a mean over the batch. It reads every
     weight and hyperparameter through its first two arguments, and unpacks and moves the batch itself.
 
-    The running statistics of norms that the training passes move and the validation loss reads follow the weights
-    and hyperparameters, and are differentiated as the statistics of the training batch, for any call of torch's
-    ``batch_norm`` and ``instance_norm``. Other state in buffers is constant: moving averages that are kept by hand,
-    codebooks, power iterations.
+    Running statistics of norms that the training passes move and the validation loss reads depend on the weights
+    and hyperparameters. They are differentiated as the statistics of the training batch, for any call of torch's
+    ``batch_norm`` and ``instance_norm``. Other state in buffers counts as constant: moving averages that you keep by
+    hand, codebooks, power iterations.
 
     Args:
-        model: the module that is trained.
-        hyper: the module whose parameters are tuned.
-        train_loss: L_T, regulariser included. It runs in the mode in which the modules are.
+        model: the module to train.
+        hyper: the module whose parameters to tune.
+        train_loss: L_T, regulariser included. It runs in the modules' current mode.
         val_loss: L_V. It runs in eval mode.
-        val_mode: "eval", or "as_is" for a validation loss in the mode in which the modules are.
+        val_mode: "eval", or "as_is" to run the validation loss in the modules' current mode.
         verify: whether the first hypergradient of each method compares the derivatives that it uses with differences.
 
     Attributes:
@@ -50,9 +50,9 @@ class Problem:
         hyperparameters: the live hyperparameters by name, as named in ``hyper``.
         watch: compares both before and after the passes.
 
-    A hypergradient leaves the modules as they are. What a loss changes in them beside weights is put back: buffers,
-    frozen parameters, attributes of registered modules with their entries (numbers, tensors, generators), up to
-    256 MiB of tensors that are not buffers; larger ones are named once, where they changed. A loss that changes
+    A hypergradient leaves the modules as they are. It restores what a loss changes in them: buffers, frozen parameters,
+    and attributes of registered modules with their entries (numbers, tensors, generators). Of tensors that are not
+    buffers it restores up to 256 MiB; a warning names larger ones once, if they changed. A loss that changes
     weights or hyperparameters in place is an error.
 
     Raises:
@@ -96,7 +96,7 @@ class Problem:
         )
 
     def check_intact(self) -> None:
-        """Raise when a weight or hyperparameter was replaced or frozen after the problem was made, or spread."""
+        """Raise if a weight or hyperparameter was replaced, frozen or distributed after the problem was made."""
         refuse_several_processes((), dict(self.model.named_parameters()))
         for side, module, fixed in (
             ("weights", self.model, self.weights),
@@ -116,14 +116,13 @@ class Problem:
                 )
 
     def live(self) -> Tree:
-        """Weights and hyperparameters together, these as ``hyper.``name."""
+        """Weights by name and hyperparameters as ``hyper.``name, in one dict."""
         return {**self.weights, **{f"hyper.{n}": p for n, p in self.hyperparameters.items()}}
 
     def state(self, method: Any) -> MethodState:
-        """What ``method`` remembers on this problem from its last call: read it, or put it back.
+        """The state that ``method`` keeps on this problem between calls; read it, or restore it.
 
-        It is kept for as long as the method object lives, and emptied when the shapes, devices or
-        dtypes of the weights have changed.
+        It lives as long as the method object. It is reset when the shapes, devices or dtypes of the weights change.
         """
         state = self._states.get(method)
         if state is None or not state.fits(self.weights):
@@ -131,7 +130,7 @@ class Problem:
         return state
 
     def forget(self, method: Any) -> None:
-        """Drop what ``method`` remembers on this problem."""
+        """Drop the state that ``method`` keeps on this problem."""
         self._states.pop(method, None)
 
     def remember(self, method: Any, state: MethodState) -> None:
@@ -139,16 +138,16 @@ class Problem:
         self._states[method] = state
 
     def meet(self, method: Any) -> None:
-        """Warn once when a method that remembers was made anew, so that it starts cold each time."""
+        """Warn once if a method with a state is created again for each call, so that it starts cold each time."""
         settings = settings_of(method)
         earlier, calls = self._met.get(settings, (None, 0))
         gone = earlier is not None and earlier() is None
         if gone and calls == 1:
             self.warn_once(
                 ("made anew", settings),
-                f"{method!r} keeps what it found for the next call, which needs the same object; "
-                "got a second one of the same settings, whose twin is gone. Make the method once, "
-                "before the loop.",
+                f"{method!r} keeps its solution for the next call, so each call must use the same object; "
+                "got a second object with the same settings, and the first one no longer exists. Make the method "
+                "once, before the loop.",
             )
         again = earlier is not None and earlier() is method
         self._met[settings] = (weakref.ref(method), calls + 1 if again else 1)
@@ -160,7 +159,7 @@ class Problem:
         return first
 
     def verifications(self, thing: Any) -> dict[str, str]:
-        """What verification said of ``thing`` (a curvature, a kind of method) on this problem, by what it looked at."""
+        """The results of verification for ``thing`` (a curvature, a kind of method), by what was checked."""
         return self._verified.setdefault(thing, {})
 
     def warn_once(self, key: object, message: str) -> None:
@@ -170,10 +169,11 @@ class Problem:
             warnings.warn(message, BestResponseWarning, stacklevel=3)
 
     def curvature_diagonal(self, names: Iterable[str]) -> Tree | None:
-        """What the modules in ``hyper`` know of the curvature's diagonal, by weight; None if nothing.
+        """The part of the curvature's diagonal that the modules in ``hyper`` know, by weight; None if they know
+        nothing.
 
-        A module that adds a term to the training loss can offer the diagonal of its Hessian as
-        ``curvature_diagonal(model) -> dict of tensors by weight``; it is a preconditioner, no part of A.
+        A module that adds a term to the training loss can provide the diagonal of its Hessian as
+        ``curvature_diagonal(model) -> dict of tensors by weight``. It serves as a preconditioner and is not part of A.
         """
         known: list[KnownCurvature] = [m for m in self.hyper.modules() if isinstance(m, KnownCurvature)]
         if not known:
@@ -183,7 +183,7 @@ class Problem:
             for module in known:
                 try:
                     diagonals = module.curvature_diagonal(self.model)
-                except EvaluationError:  # made for a part of the model, whose names are others
+                except EvaluationError:  # made for a part of the model, which has other names
                     continue
                 for name, diagonal in diagonals.items():
                     if name in total:
@@ -193,7 +193,7 @@ class Problem:
     def undisturbed(
         self, seed: int | None = None, weight_optimizer: Optimizer | None = None, twice: bool = True
     ) -> "Passes":
-        """A context in which the losses can be run without a trace, and differentiated ``twice``."""
+        """A context in which the losses run without side effects, and can be differentiated ``twice``."""
         return passes.Passes(self, seed, weight_optimizer, twice)
 
 
@@ -207,7 +207,7 @@ def _check_arguments(
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
                 f"Problem.{name} must be a torch.nn.Module; got {type(module).__name__}. "
-                "A few tensors can be put into an nn.ParameterDict."
+                "Put single tensors into an nn.ParameterDict."
             )
     for name, loss in (("train_loss", train_loss), ("val_loss", val_loss)):
         if not callable(loss):

@@ -1,4 +1,4 @@
-"""Weights and hyperparameters that move together: Algorithm 1 of the paper."""
+"""Tuning hyperparameters while the weights train: Algorithm 1 of the paper."""
 
 import math
 import random
@@ -36,36 +36,36 @@ class Tuner:
     Repeat: ``weight_steps`` times w ← w − step(∂L_T/∂w), then λ ← λ − step(dL_V/dλ)  (Algorithm 1).
 
     Each weight step takes the next training batch; a hyper-step takes the next training and the next
-    validation batch. Both collections are cycled independently, an ``iter()`` an epoch.
+    validation batch. Both collections are cycled independently, with one ``iter()`` for each epoch.
 
     Args:
         problem: the two losses.
         weight_optimizer: a torch optimiser of the weights, or a function (problem, batch) -> None that
-            moves them itself (an exact inner solver, L-BFGS).
+            updates them itself (an exact inner solver, L-BFGS).
         hyper_optimizer: a torch optimiser of the hyperparameters.
         method: the hypergradient; None means ``Implicit()``.
         weight_steps: weight steps before each hyper-step; ≥ 1.
         warmup_steps: weight steps before the first hyper-step.
         weight_scheduler: a learning-rate scheduler, stepped once a weight step.
-        hyper_scheduler: the same, once a hyper-step. A scheduler that wants a metric gets the
+        hyper_scheduler: the same, stepped once a hyper-step. A scheduler that needs a metric gets the
             last validation loss.
-        clip_weights: the largest norm of the training gradient, which is scaled down to it.
+        clip_weights: the largest norm of the training gradient; a larger gradient is scaled down to it.
         policy: what to do when a solve fails: "warn" (once for each status), "raise", or "skip" the hyper-step.
-        seed: of the dropout masks and the like in the hypergradients, one draw for each hyper-step.
-        callbacks: functions of the tuner, called after each hyper-step; see `bestresponse.callbacks`.
+        seed: the seed of dropout masks and other random draws in the hypergradients, one draw for each hyper-step.
+        callbacks: functions that take the tuner, called after each hyper-step; see `bestresponse.callbacks`.
 
     Attributes:
-        history: a dict for each hyper-step, with the losses and what the solve reported, the damping or scale
-            that it chose among it.
+        history: a dict for each hyper-step, with the losses and the report of the solve, including the damping or
+            scale that it chose.
         hyper_step, weight_step: the numbers of steps made.
 
     Raises:
         ArgumentError: the weight optimiser has its own weight decay, lacks a weight or holds a
             hyperparameter; or an argument is out of its range.
 
-    After each hyper-step, modules in ``hyper`` with a method ``project_()`` are put back into their bounds. Steps of a
-    torch optimiser under a penalty with a kink at zero, such as ``WeightDecay(power=1)``, are made by
-    `hyperparameters.orthant_wise`, so that weights come to zero and stay there; a function makes its own so.
+    After each hyper-step, the tuner calls ``project_()`` on each module in ``hyper`` that has it, which restores the
+    bounds. Under a penalty with a kink at zero, such as ``WeightDecay(power=1)``, the steps of a torch optimiser run
+    in `hyperparameters.orthant_wise`, so that weights reach zero and stay there. A function must do this itself.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class Tuner:
         """Make ``hyper_steps`` more hyper-steps, and return the history.
 
         Args:
-            train_batches: a loader or a list; it is iterated anew each epoch.
-            val_batches: likewise, for the validation loss. A second call with the same collections goes on
-                where the first one stopped, in the middle of a round.
-            hyper_steps: how many to make, unless a callback stops the run.
+            train_batches: a loader or a list; each epoch starts a new iteration.
+            val_batches: likewise, for the validation loss. A second call with the same collections continues
+                where the first one stopped, even in the middle of a round.
+            hyper_steps: the number of hyper-steps to make, unless a callback stops the run.
 
         Raises:
-            ArgumentError: a collection is empty, or can be gone through only once (a generator).
+            ArgumentError: a collection is empty, or can be iterated only once (a generator).
             EvaluationError: a loss or hypergradient is no longer finite.
             SolveError: a solve failed, and the policy is "raise".
         """
@@ -136,42 +136,42 @@ class Tuner:
                 row = self._move_hyperparameters(losses, next(train), next(val))
                 row["seconds"] = time.perf_counter() - began
                 self.history.append(row)
-                # What saves the run comes after all that the row may change.
+                # Checkpoints come last, since other callbacks may change the row.
                 for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
                     callback(self)
         return self.history
 
     def save(self, path: str | Path) -> None:
-        """Write the run into one file, from which `load` goes on as if nothing had happened.
+        """Write the run into one file, from which `load` continues as if the run had not stopped.
 
-        Weights, buffers, hyperparameters, optimisers, schedulers, what the method remembers, the history, the
-        state of callbacks that have a ``state_dict`` (and of a weight optimiser that is a function, if it has
-        one), the positions in both collections of batches, and the random state. The file is whole at any
-        time: it is written beside its place and moved there. In the middle of a run, `callbacks.Checkpoint`
+        The file holds weights, buffers, hyperparameters, optimisers, schedulers, the method's state, the history,
+        the state of callbacks that have a ``state_dict`` (and of a weight optimiser that is a function, if it has
+        one), the positions in both collections of batches, and the random state. The file is complete at any
+        time: it is written next to its place and then moved there. During a run, `callbacks.Checkpoint`
         calls this.
 
         Raises:
-            ArgumentError: the file cannot be written, or a state is not of tensors and plain data.
+            ArgumentError: the file cannot be written, or a state holds something other than tensors and plain data.
         """
         checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:
-        """Put everything that `save` wrote back into a tuner that was made in the same way.
+        """Restore everything that `save` wrote into a tuner that was made in the same way.
 
-        The next `fit` goes on in the middle of the round of batches, with the random state of then. Batches
+        The next `fit` continues in the middle of the round of batches, with the saved random state. Batches
         come in the same order from lists, from loaders with a ``state_dict``, and from a DataLoader (with the
-        generators of its samplers and datasets; there is a warning for persistent workers). Any other
-        collection must come in the same order by itself, or draw its order when a round begins, from a
-        generator that is its attribute or from a global one. A round is gone through again to its place.
+        generators of its samplers and datasets; persistent workers cause a warning). Any other
+        collection must have a fixed order, or draw its order at the start of a round, from a
+        generator that is its attribute or from a global one. The round is replayed up to the saved position.
 
         Raises:
-            ArgumentError: the file is no such file, or model, hyperparameters, optimisers or schedulers are
-                not like those of the run that it was saved from.
+            ArgumentError: `save` did not write the file, or the model, hyperparameters, optimisers or schedulers
+                differ from those of the saved run.
         """
         checkpoint.load(self, path)
 
     def _streams(self, **collections: Iterable[Any]) -> list[Stream]:
-        """The batches of both collections, each from where the last run left it, if it is the same."""
+        """The batches of both collections; a collection that the last run used continues from there."""
         for name, batches in collections.items():
             if name not in self.streams or self.streams[name].batches is not batches:
                 self.streams[name] = Stream(name, batches)
@@ -183,7 +183,7 @@ class Tuner:
         return [self.streams[name] for name in collections]
 
     def stop(self, reason: str) -> None:
-        """End the run after the present hyper-step; for callbacks."""
+        """Stop the run after the present hyper-step; for callbacks."""
         self.stopped = reason
 
     def retrain(
@@ -196,11 +196,11 @@ class Tuner:
         """Train the weights from scratch under the tuned hyperparameters, which stay as they are.
 
         Args:
-            batches: what to train on: training and validation data together, say.
-            steps: weight steps to make.
-            initialise: sets the model's weights (and buffers) anew, in place.
-            optimizer: None takes the tuner's own with the settings that it was made with (before a
-                scheduler moved its rates) and empty state, and puts both back. No scheduler runs.
+            batches: the data to train on, for example training and validation data together.
+            steps: the number of weight steps.
+            initialise: initialises the model's weights (and buffers) again, in place.
+            optimizer: None uses the tuner's optimiser with its original settings (before a scheduler changed
+                its rates) and empty state, and restores both afterwards. No scheduler runs.
 
         Returns:
             The training loss at each step.
@@ -257,7 +257,7 @@ class Tuner:
         return row
 
     def _judge(self, result: Hypergradient, number: int) -> bool:
-        """Whether to step along a hypergradient; raises where the policy says so."""
+        """Whether to step along a hypergradient; raises if the policy requires it."""
         failed = result.solve is not None and result.solve.status.failed
         if self.policy == "skip":
             useless = failed or bool(_tree.not_finite(result.total))

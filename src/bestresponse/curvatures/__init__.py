@@ -1,4 +1,4 @@
-"""What is A? Matrices that stand for the curvature of the training loss."""
+"""What is A? Matrices that represent the curvature of the training loss."""
 
 from .base import Curvature, Linearisation
 from .empirical_fisher import EmpiricalFisher

@@ -1,4 +1,4 @@
-"""What a curvature is: the training gradient, linearised at the present weights and hyperparameters."""
+"""The base class of curvatures: the training gradient, linearised at the present weights and hyperparameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
@@ -15,15 +15,15 @@ from .kinks import Kinks
 class Linearisation(ABC):
     """The training gradient of one batch, linearised at the present weights and hyperparameters.
 
-    Calling it is the product v ↦ A v, so a solver takes it as it is. Vectors are dicts with a tensor
-    for each weight in `names`: weights that the training loss does not reach have no best response,
+    A call is the product v ↦ A v, so a solver can use the object directly. Vectors are dicts with a tensor
+    for each weight in `names`. Weights that the training loss does not reach have no best response
     and are left out.
 
     Attributes:
         names: the weights in the linear system.
         reached: the identities of the leaves that the training loss depends on.
-        detail: what the solve's report should say of it.
-        kinks: those of the training loss that weights stand on.
+        detail: a note for the solve's report.
+        kinks: the kinks of the training loss where weights lie.
     """
 
     names: list[str]
@@ -37,17 +37,17 @@ class Linearisation(ABC):
 
     @abstractmethod
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
-        """V · ∂²L_T/∂w∂λ by hyperparameter, None where λ does not reach the training gradient.
+        """The product v · ∂²L_T/∂w∂λ by hyperparameter; None if λ does not reach the training gradient.
 
-        With ``last`` it is the last call: what the linearisation held is freed.
+        ``last`` marks the last call, which frees the memory of the linearisation.
         """
 
     def responding(self, v: Tree) -> Tree:
-        """``v`` with zeros for the weights that a kink holds, which are in `names` and do not respond."""
+        """``v`` with zeros for the weights that a kink holds; they are in `names` but do not respond."""
         return v
 
     def outputs(self) -> list[Tensor]:
-        """The outputs of a model that is linearised in them, computed anew at the present weights; else none."""
+        """The outputs in which the model is linearised, computed again at the present weights; else none."""
         return []
 
     def pushed(self, v: Tree) -> list[Tensor]:
@@ -55,18 +55,18 @@ class Linearisation(ABC):
         return []
 
     def in_turn(self, first: int) -> Callable[[Tree], Tree]:
-        """Products with the curvature of one batch at a time, each with the next of several, from a number on."""
+        """Products with one batch at a time: each uses the next of several batches, starting at a number."""
         raise ArgumentError(
             "a solver with fresh_batches=True needs several training batches; got one. Pass Batches([...])."
         )
 
 
 class Curvature(ABC):
-    """Which matrix stands for the curvature of the training loss.
+    """The matrix that represents the curvature of the training loss.
 
     Attributes:
         twice: whether it differentiates the training loss twice.
-        exact: whether A is the Hessian of the training loss, and no approximation of it.
+        exact: whether A is the Hessian of the training loss, not an approximation of it.
     """
 
     twice: ClassVar[bool] = True
@@ -78,13 +78,13 @@ class Curvature(ABC):
 
 
 def require_curvature(owner: str, value: object) -> None:
-    """Raise for a method's argument that is no curvature."""
+    """Raise if a method's argument is not a curvature."""
     if not isinstance(value, Curvature):
         raise ArgumentTypeError(f"{owner}.curvature must be a curvature, such as Hessian(); got {value!r}.")
 
 
 def warn_of_unreached(problem: Problem, names: Iterable[str]) -> None:
-    """Name the weights that the training loss does not depend on, once; raise where it depends on none."""
+    """Warn once of the weights that the training loss does not depend on; raise if it depends on none."""
     reached = set(names)
     refuse_no_weights(problem, reached)
     if missing := problem.weights.keys() - reached:
@@ -103,7 +103,7 @@ def reached_weights(problem: Problem, reached: set[int]) -> list[str]:
 
 
 def refuse_no_weights(problem: Problem, names: Collection[str]) -> None:
-    """Raise where the training loss depends on none."""
+    """Raise if the training loss depends on no weight."""
     if not names:
         frozen = [n for n, w in problem.weights.items() if not w.requires_grad]
         why = f"; {frozen[:5]} no longer require a gradient" if frozen else ""

@@ -18,18 +18,18 @@ class EmpiricalFisher(Curvature):
     """A = (1/N) Σ_n g_n g_nᵀ + R, with g_n = ∂loss_n/∂w and R the exact Hessian of ``rest``.
 
     For train_loss = mean(example_loss(model, hyper, batch)) + rest(model, hyper, batch). It is positive
-    semi-definite wherever rest is convex. It is near the Hessian only where the model is right in the mean, and
-    vanishes where it fits every example: `GaussNewton` is the better choice, and this one is here because the
-    literature compares with it.
+    semi-definite wherever rest is convex. It is near the Hessian only if the model is right in the mean, and
+    vanishes if the model fits every example. `GaussNewton` is the better choice; this curvature serves comparisons
+    with the literature.
 
-    It is `GaussNewton` of the N losses as outputs, with I/N in place of their output Hessian.
+    It is `GaussNewton` with the N losses as outputs, and I/N instead of their output Hessian.
 
     Args:
         example_loss: (model, hyper, batch) -> the N losses of the examples, [N].
         rest: what train_loss adds to their mean, as for `GaussNewton`.
 
     Raises:
-        EvaluationError: example_loss returns something else; or mean and rest do not make up train_loss.
+        EvaluationError: example_loss returns something else, or mean + rest differs from train_loss.
         SecondDerivativeError: an operation of the training loss has no second derivative.
 
     Reference: Larsen, Hansen, Svarer and Ohlsson (1996); its limits, Kunstner, Balles and Hennig (2019).
@@ -55,7 +55,7 @@ class EmpiricalFisher(Curvature):
 
 @dataclass(frozen=True)
 class _Checked:
-    """The losses of the examples; raises for what is none."""
+    """The losses of the examples; raises if they are not per-example losses."""
 
     example_loss: Callable[[Any, Any, Any], Tensor]
 

@@ -19,7 +19,7 @@ from ..problem import Passes, Problem
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights
 
-# What the first step is multiplied by, in turn, until two are close; and a step beyond which none is tried.
+# The factors of the first step to try, in turn, until two results are close; and the largest step to try.
 _FACTORS = (1.0, 1 / 4, 4.0, 1 / 16, 16.0)
 _LARGEST = 0.5
 Derivatives = dict[str, Tensor | None]
@@ -27,34 +27,34 @@ Derivatives = dict[str, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class FiniteDifference(Curvature):
-    """A v ≈ (g(w + εv) − g(w − εv)) / 2ε, and the mixed term likewise: no second derivative is asked for.
+    """A v ≈ (g(w + εv) − g(w − εv)) / 2ε, and the mixed term likewise: no second derivative is needed.
 
-    For models whose operations have none (fused attention, custom kernels). Each product costs two
-    training gradients. The weights are perturbed in place and put back by copy; both sides see the
+    For models whose operations have no second derivative (fused attention, custom kernels). Each product costs two
+    training gradients. The weights are perturbed in place and restored from a copy; both sides use the
     same random state and buffers.
 
-    ε is such that no tensor of weights changes by more than ``step`` of its size, as root mean squares over its
+    ε is chosen so that no tensor of weights changes by more than ``step`` of its size, as root mean squares over its
     entries: max over tensors of ε ‖v‖ / ‖w‖ = step. A tensor smaller than the geometric mean of all, such as a fresh
     bias, counts as that large.
 
-    The first product and the first mixed term are verified by half the step, at two training gradients each. Where
-    they differ, at most four other steps are tried, and the best is kept: ``problem.state(curvature)`` shows it. This
-    is done again when a tensor has doubled or halved, and for each new object: make the curvature once. Products along
-    the solution are compared once too, and there is a warning where two steps of them differ by more than 10 %.
+    Half the step verifies the first product and the first mixed term, at two training gradients each. If the two
+    differ, at most four other steps are tried, and the best is kept: ``problem.state(curvature)`` shows it. This
+    is repeated when a tensor has doubled or halved, and for each new object: make the curvature once. Products along
+    the solution are also compared once; a warning appears if two steps differ by more than 10 %.
 
     In float64 products are right to 1e-8 to 1e-10, in float32 to about 1e-3 on smooth networks. In bfloat16 (autocast,
-    frozen layers) those verified are right to 1 to 13 %, or refused. *On networks with kinks (ReLU, max pooling) a
-    float32 difference crosses them and can be wrong by more than the product itself*: there is a warning, and
-    `Hessian` or float64 to use instead.
+    frozen layers) verified products are right to 1 to 13 %; others are refused. *On networks with kinks (ReLU, max
+    pooling) a float32 difference crosses kinks and can be wrong by more than the product itself*: a warning appears;
+    use `Hessian` or float64 instead.
 
     Args:
         step: None takes half the cube root of the precision in which the training loss computes, which balances
-            rounding and truncation, or what the verification finds. A number between 0 and 1 is used as it is, and
-            verified too.
+            rounding and truncation, or the step that verification finds. A number between 0 and 1 is used as it is,
+            and also verified.
 
     Raises:
-        ArgumentError: weights in half precision, which rounds the perturbation away; or a step below the precision of
-            the loss, likewise.
+        ArgumentError: the weights have half precision, which rounds the perturbation away; or the step is below the
+            precision of the loss.
         EvaluationError: the loss computes in half precision or TensorFloat-32, and two steps differ by more than 10 %.
     """
 
@@ -76,10 +76,10 @@ class Difference(Linearisation):
 
     Args:
         step: the relative step; None chooses it.
-        memory: what was verified before, which is added to; None verifies nothing.
+        memory: the results of earlier verifications, extended by new ones; None verifies nothing.
 
     Attributes:
-        step: the relative step to begin with.
+        step: the initial relative step.
         arithmetic: the precision in which the loss computes.
     """
 
@@ -113,12 +113,12 @@ class Difference(Linearisation):
         return {n: torch.zeros_like(v[n]) if x is None else x for n, x in difference.items()}
 
     def mixed(self, v: Tree, last: bool = True) -> Derivatives:
-        # What is not the last is an estimate of an error, along a direction that may be rounding.
+        # A call that is not the last estimates an error, along a direction that may be rounding.
         difference = self._verified("mixed", v, only_known=not last)
         return dict.fromkeys(self._passes.problem.hyperparameters) | difference
 
     def _verified(self, kind: str, v: Tree, only_known: bool = False) -> Derivatives:
-        """The difference by the step of this kind, which is verified where it has not been."""
+        """The difference with the step of this kind, which is verified first if necessary."""
         known, products = self._known(kind), self._known("products")
         begin = (known or products or {"step": self.step})["step"]
         size = self._relative(v)
@@ -126,7 +126,7 @@ class Difference(Linearisation):
             return {n: torch.zeros_like(x) for n, x in self._inputs[kind].items()}
         if known is not None or only_known or self._memory is None:
             return self._difference(begin / size, v, kind)[kind]
-        # The mixed term goes along the solution, where products matter most: those are verified there once more.
+        # The mixed term uses the solution as its direction. Products matter most there, so they are verified again.
         kinds = ("products", "mixed") if kind == "mixed" and products else (kind,)
         step, apart, found = self._search(begin, size, v, kinds)
         self._judge(kind, apart)
@@ -135,16 +135,16 @@ class Difference(Linearisation):
         return found
 
     def _known(self, kind: str) -> dict[str, Any] | None:
-        """What was verified, unless the weights or the arithmetic are others now."""
+        """The verified steps, unless the weights or the arithmetic have changed."""
         known: dict[str, Any] | None = (self._memory or {}).get(kind)
         return known if self._here.same(known) else None
 
     def _search(
         self, begin: float, size: float, v: Tree, kinds: tuple[str, ...]
     ) -> tuple[float, float, Derivatives]:
-        """A step for the last of the kinds; how far it is from half of it, and its difference: the best of some.
+        """The best of several steps for the last of the kinds, its distance from half the step, and its difference.
 
-        The first step, the only one where the caller gave it, is verified for the other kinds too.
+        The first step (the only one if the caller gave it) is also verified for the other kinds.
         """
         close = min(APART, math.cbrt(self.arithmetic.eps))
         others, best, apart = kinds[:-1], begin, math.inf
@@ -161,13 +161,13 @@ class Difference(Linearisation):
                 best, apart, found = step, distances[kinds[0]], differences.get(kinds[0], {})
             if apart <= close:
                 break
-        # Where no step leads to finite losses there is no difference, and this raises.
+        # If no step gives finite losses, there is no difference, and this raises.
         return best, apart, found or self._difference(best / size, v, *kinds)[kinds[0]]
 
     def _apart(
         self, step: float, v: Tree, kinds: tuple[str, ...]
     ) -> tuple[dict[str, float], dict[str, Derivatives]]:
-        """How far apart the differences of this step and its half are, relatively; and those of this step."""
+        """The relative distance between the differences of this step and of half of it, and the former."""
         try:
             whole, half = (self._difference(x, v, *kinds) for x in (step, step / 2.0))
         except NotFiniteError:
@@ -175,7 +175,7 @@ class Difference(Linearisation):
         return {kind: relative_distance(whole[kind], half[kind]) for kind in kinds}, whole
 
     def _judge(self, kind: str, apart: float, later: bool = False) -> None:
-        """Raise or warn where two steps disagree; of products along the solution, after others were good, warn."""
+        """Raise or warn if two steps disagree; only warn for products along the solution if others were good."""
         if apart <= APART:
             return
         what = "a mixed term" if kind == "mixed" else "products along the solution" if later else "products"
@@ -198,7 +198,7 @@ class Difference(Linearisation):
             self._passes.problem.warn_once("steps apart", said)
 
     def _say(self) -> None:
-        """What the report should say: how good differences in low precision are."""
+        """The note for the report: how good differences in low precision are."""
         known = [x["apart"] for kind in ("products", "mixed") if (x := self._known(kind))]
         if known and self.arithmetic.low:
             self.detail = (

@@ -20,23 +20,23 @@ class GaussNewton(Curvature):
     """A = Jᵀ H J + R, with J = ∂outputs/∂w, H = ∂²loss/∂outputs² and R the exact Hessian of ``rest``.
 
     For train_loss = loss(predict(model, hyper, batch), batch) + rest(model, hyper, batch). Only the
-    curvature is approximated: the mixed term is that of the whole training loss. A is positive
+    curvature is an approximation: the mixed term is that of the whole training loss. A is positive
     semi-definite where loss is convex in the outputs (cross-entropy, squared error) and rest is convex
     in the weights, and equals the Hessian where predict is linear in them.
 
-    Give ``rest`` where there is one. A module with a ``curvature_diagonal``, such as `WeightDecay`, may
-    be given itself: it is called with the model, and its part of a product is one multiplication. Where its class has
-    a ``mixed_product`` beside that and its ``forward``, the mixed term takes it. Without
-    ``rest`` it is train_loss − loss(predict(...)), under the same random state: right, at the cost of a
-    Hessian product more for each product.
+    Give ``rest`` if there is one. A module with a ``curvature_diagonal``, such as `WeightDecay`, can
+    itself be ``rest``: it is called with the model, and its part of a product is one multiplication. If its own class
+    also defines ``mixed_product`` and ``forward``, the mixed term uses ``mixed_product``. Without
+    ``rest``, the rest is train_loss − loss(predict(...)), under the same random state. This is right, but each product
+    costs one Hessian product more.
 
     Args:
-        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors. Where the loss
-            weighs its terms by hyperparameters, they are handed on as outputs too.
-        loss: (outputs, batch) -> scalar, which may not depend on the weights but through the outputs. One
-            with a method ``output_hessian(outputs, batch)`` that returns the map u ↦ H u uses that, as
-            `losses.CrossEntropy` does; for any other H is by autograd.
-        rest: (model, hyper, batch) -> scalar, what train_loss adds to the loss of the outputs.
+        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors. If the loss
+            weighs its terms by hyperparameters, return these as outputs too.
+        loss: (outputs, batch) -> scalar, which may depend on the weights only through the outputs. If it has a
+            method ``output_hessian(outputs, batch)`` that returns the map u ↦ H u, as `losses.CrossEntropy` has,
+            that is used; otherwise autograd computes H.
+        rest: (model, hyper, batch) -> scalar, the term that train_loss adds to the loss of the outputs.
 
     Raises:
         EvaluationError: on a problem's first call, loss(predict) + rest differs from train_loss.

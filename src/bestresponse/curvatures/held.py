@@ -17,10 +17,10 @@ def without_held(system: Linearisation, problem: Problem) -> Linearisation:
 
 
 class WithoutHeld(Linearisation):
-    """F A F and the mixed term of F v, where F puts zeros in the place of the weights that are held.
+    """F A F and the mixed term of F v, where F sets the held weights to zero.
 
-    With a right-hand side F b the solution is F (F A F)⁺ F b: that of the system of the other weights alone. The
-    layout of vectors stays as it is, so that a warm start fits when other weights are held.
+    With a right-hand side F b the solution is F (F A F)⁺ F b, the solution of the system of the other weights. The
+    layout of vectors stays the same, so a warm start fits even if other weights are held.
     """
 
     def __init__(self, system: Linearisation, masks: Mapping[str, Tensor], problem: Problem) -> None:
@@ -34,7 +34,7 @@ class WithoutHeld(Linearisation):
 
     @property
     def detail(self) -> str:  # type: ignore[override]
-        """What the inner system says, and how many weights are held."""
+        """The note of the inner system, and the number of held weights."""
         return "; ".join(filter(None, (self._system.detail, self._said)))
 
     def responding(self, v: Tree) -> Tree:
@@ -50,5 +50,5 @@ class WithoutHeld(Linearisation):
         return partial(self._within, self._system.in_turn(first))
 
     def _within(self, product: Callable[[Tree], Tree], v: Tree) -> Tree:
-        """F of the product with F v."""
+        """F applied to the product with F v."""
         return self.responding(product(self.responding(v)))

@@ -22,7 +22,7 @@ from .power_iteration import warn_of_power_iterations
 class Hessian(Curvature):
     """A = ∂²L_T/∂w², by double backward: exact, and indefinite where the loss is not convex.
 
-    The training gradient's graph is built once; a product is one backward pass through it, and its
+    The training gradient's graph is built once. A product is one backward pass through it, and
     memory does not grow with the number of products.
 
     Raises:

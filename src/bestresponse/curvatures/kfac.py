@@ -32,26 +32,26 @@ Calls = dict[nn.Module, list["Call"]]
 
 @dataclass(frozen=True, eq=False)
 class KFAC(Curvature):
-    """A = blockdiag_l(A_l ⊗ G_l) + ∂²rest/∂w²: the Gauss-Newton matrix by Kronecker factors, one block for a layer.
+    """A = blockdiag_l(A_l ⊗ G_l) + ∂²rest/∂w²: Kronecker factors of the Gauss-Newton matrix, one block for each layer.
 
         A_l = (1/M) Σ_m a_m a_mᵀ,   G_l = Σ_m g_m g_mᵀ,   g = (∂outputs/∂s_l)ᵀ S,   S Sᵀ = ∂²loss/∂outputs²
 
     a_m are the inputs of the layer with a one for its bias, s_m = W a_m its outputs, and M counts the examples, and the
-    places in a sequence or image that share the layer; G_l sums over the columns of S as well. For linear,
-    convolutional and embedding layers; other weights (norms, recurrent cells, weights of more than one layer, or
-    that functions use, or with more than 4,096 inputs or outputs) get an unbiased estimate of the Gauss-Newton
+    places in a sequence or image that share the layer; G_l also sums over the columns of S. Linear,
+    convolutional and embedding layers have factors. Other weights (norms, recurrent cells, weights that several layers
+    or functions use, or with more than 4,096 inputs or outputs) get an unbiased estimate of the Gauss-Newton
     diagonal, and the report names them. The Hessian of ``rest`` is exact, as in `GaussNewton`; the mixed term is
     that of the whole training loss.
 
-    It equals `GaussNewton` for one linear layer, under squared error or for one example. Elsewhere it is an
-    approximation, and its use is as a preconditioner of any curvature, ``ConjugateGradient(preconditioner=KFAC(...))``:
-    then nothing of the answer depends on it. Making it costs a forward pass, a backward pass for each column of S, and
+    It equals `GaussNewton` for one linear layer, under squared error or for one example. Otherwise it is an
+    approximation, most useful as a preconditioner of any curvature, ``ConjugateGradient(preconditioner=KFAC(...))``:
+    then the answer does not depend on it. It costs a forward pass, a backward pass for each column of S, and
     the eigenvalues of each factor, which `Report.products` does not count.
 
     Args:
-        predict, loss, rest: as in `GaussNewton`. The loss is convex in the outputs, and no term of it couples
-            examples, which the first dimension of the outputs counts; a mean over them is meant. Of a preconditioner
-            they are not compared with train_loss, and of ``rest`` only a known diagonal counts.
+        predict, loss, rest: as in `GaussNewton`. The loss is convex in the outputs and is a mean over the examples, the
+            first dimension of the outputs: no term couples examples. For a preconditioner
+            they are not compared with train_loss, and only a known diagonal of ``rest`` is used.
         samples: the number of random columns of S; None takes all of them, as many as an example has outputs.
 
     Raises:
@@ -77,8 +77,8 @@ class KFAC(Curvature):
     def make_preconditioner(self, passes: Passes, batch: Any) -> Preconditioner:
         """The map r ↦ (A + (δ + 0.1 λ_max) I)⁻¹ r at any damping δ, by the eigenvalues of the factors.
 
-        A layer's diagonal of ``rest`` is its mean there. The tenth of the largest eigenvalue of all blocks is for
-        directions whose curvature the factors miss, which slow conjugate gradient down without it. Of several
+        Each layer uses the mean of the diagonal of ``rest``. The tenth of the largest eigenvalue of all blocks covers
+        directions whose curvature the factors miss; without it they slow conjugate gradient down. For several
         `Batches` the factors are the means.
         """
         problem = passes.problem
@@ -113,13 +113,13 @@ def _captured(problem: Problem) -> Iterator[Calls]:
     calls: Calls = {}
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        # Others may have been put in the place of the weights.
+        # Other tensors may have replaced the weights.
         ours = id(module._parameters["weight"]) in names
         if not ours or not isinstance(output, Tensor) or not output.requires_grad:
             return output
         x = args[0] if args else kwargs["input"]
-        # An activation may write over the output in place, and that of a linear layer may be a view, whose place in
-        # the graph is then another: the copy keeps its own.
+        # An activation may overwrite the output in place. The output of a linear layer may be a view, whose node
+        # in the graph then changes: the copy keeps its own node.
         output = output.clone()
         version = 0 if x.is_inference() else x._version
         calls.setdefault(module, []).append(Call(x.detach(), version, get_gradient_edge(output)))
@@ -135,7 +135,7 @@ def _captured(problem: Problem) -> Iterator[Calls]:
 
 
 class Factors:
-    """The Kronecker factors of each layer, and the diagonal for the weights without any.
+    """The Kronecker factors of each layer, and the diagonal for weights without factors.
 
     Attributes:
         layers: by the name of the weight.
@@ -152,7 +152,7 @@ class Factors:
         batch: Any,
     ) -> None:
         names = {id(w): n for n, w in problem.weights.items()}
-        # Others are hyperparameters that predict hands on to the loss.
+        # Other outputs are hyperparameters that predict passes to the loss.
         wanted = [bool(graph.leaves(x) & names.keys()) for x in moving]
         columns = _columns(curvature, outputs, moving, wanted, batch)
         moving = list(compress(moving, wanted))
@@ -252,7 +252,7 @@ def _alone(calls: Calls, uses: Counter[int], nodes: set[Any]) -> Calls:
 def _columns(
     curvature: KFAC, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
 ) -> Iterator[list[Tensor]]:
-    """Columns of S: one for each output with a random sign for each example, or sums of all with random signs.
+    """Columns of S: one for each output, with a random sign for each example; or sums of all with random signs.
 
     The signs make the square of the sum over the examples an unbiased estimate of the sum of squares.
     """

@@ -1,10 +1,11 @@
-"""Weights that a kink of the training loss holds: where λ moves a little, they stay, and are left out of the system.
+"""Weights that a kink of the training loss holds: they stay if λ moves a little, and are left out of the system.
 
 A training loss with a term Σ r_i |w_i| has two slopes at w_i = 0. With the gradient g of all other terms, w_i = 0 is a
-minimum, and stays one when λ moves, where |g_i| ≤ r_i. Of a term r ‖w_G‖ for a group G of weights the condition is
+minimum, and stays one when λ moves, if |g_i| ≤ r_i. For a term r ‖w_G‖ of a group G of weights the condition is
 ‖S(g_G)‖ ≤ r, with S(g)_i = sign(g_i) max(|g_i| − r_i, 0) for the terms of single weights in the group. Torch takes the
-derivatives of |w| and ‖w‖ at zero as zero, so that its gradient of the whole loss is g there. The rates r are the
-gradients with respect to the outputs of the nodes that take absolute values and norms of weights, in the loss's graph.
+derivatives of |w| and ‖w‖ at zero as zero, so its gradient of the whole loss is g there. The rates r are the
+gradients with respect to the outputs of the nodes in the loss's graph that compute absolute values and norms of
+weights.
 """
 
 import re
@@ -21,12 +22,12 @@ from ..hyperparameters.orthant import fitting, joint_rates
 from ..passes import graph
 from ..problem import Problem
 
-# Functions that put entries of their arguments elsewhere, each to one place.
+# Functions that move each entry of their arguments to one other place.
 _VIEWS = (
     "Alias|AsStrided|Cat|Clone|Permute|ReshapeAlias|Select|Slice|Split|SplitWithSizes|Squeeze|Stack|T|ToCopy|Transpose|"
     "Unbind|UnsafeView|Unsqueeze|View"
 )
-# Functions with one entry of an argument at most in each of the result, as it is or with its sign changed.
+# Functions where each entry of the result is at most one entry of an argument, possibly with its sign changed.
 _ENTRIES = (
     f"{_VIEWS}|ConstantPadNd|Diagonal|Embedding|Expand|Flip|Gather|Index|IndexSelect|MaskedFill|MaskedSelect|Neg|"
     "Repeat|Roll|Tril|Triu"
@@ -51,12 +52,12 @@ class Group:
 
 @dataclass
 class Kinks:
-    """The kinks of a loss that weights stand on.
+    """The kinks of a loss where weights lie.
 
     Attributes:
         gradient: g, for the tensors with such weights.
-        rates: r, the rates of single weights, zero for those on no kink.
-        groups: those of norms.
+        rates: r, the rates of single weights, zero for weights on no kink.
+        groups: the kinks of norms.
     """
 
     gradient: Tree = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Kinks:
     groups: list[Group] = field(default_factory=list)
 
     def held(self) -> dict[str, Tensor]:
-        """Which weights do not respond: masks by name, for the tensors with one."""
+        """The weights that do not respond: masks by name, for the tensors with such weights."""
         beyond = {n: (g.abs() - self.rates[n]).clamp(min=0) for n, g in self.gradient.items()}
         masks = {n: (beyond[n] == 0) & (r > 0) for n, r in self.rates.items()}
         for group in self.groups:
@@ -97,9 +98,9 @@ def mean(parts: Iterable[tuple[Kinks, float]]) -> Kinks:
 
 
 def of_loss(problem: Problem, loss: Tensor) -> Kinks:
-    """The kinks of a training loss that weights stand on, from its graph, which is kept.
+    """The kinks of a training loss where weights lie, from its graph, which is kept.
 
-    Where there are any, it takes one gradient. There is a warning where a combination of weights is on a kink.
+    If there are any, this costs one gradient. It warns if a combination of weights lies on a kink.
     """
     found = [kink for node in graph.nodes([loss]) if (kink := _kink(problem, node)) is not None]
     if not found:
@@ -142,7 +143,7 @@ class _Kink:
     groups: Tensor | None
 
     def pulled(self, problem: Problem, of_value: Tensor) -> Tree:
-        """The change of the weights' entries for that of the value, where the argument is at zero."""
+        """The change of the weights' entries for a change of the value, where the argument is at zero."""
         following, number = self.node.next_functions[0]
         of_argument = _spread(self.node, of_value, self.standing) * self.standing
         if hasattr(following, "variable"):
@@ -159,7 +160,7 @@ class _Kink:
 
 
 def _kink(problem: Problem, node: Any) -> _Kink | None:
-    """The kink of a node, if it has one that weights stand on."""
+    """The kink of a node, if it has one where weights lie."""
     kind = _kind(node)
     order = node._saved_ord if kind == "LinalgVectorNorm" else 1
     if kind not in ("Abs", "LinalgVectorNorm") or order not in (1, 2) or node.next_functions[0][0] is None:
@@ -180,8 +181,8 @@ def _kink(problem: Problem, node: Any) -> _Kink | None:
         problem.warn_once(
             ("kink", *sorted(path.names)),
             f"train_loss takes {what} of sums or differences of the weights {sorted(path.names)[:5]} where they are "
-            "exactly zero: their hypergradient is that of a smooth loss, which is wrong where the kink holds them "
-            "there. Give each combination a weight of its own, and take abs of that.",
+            "exactly zero: their hypergradient is that of a smooth loss, which is wrong if the kink holds them "
+            "there. Make each combination a separate weight, and take abs of that weight.",
         )
         return None
     return _Kink(node, standing, path.names, groups)
@@ -189,7 +190,7 @@ def _kink(problem: Problem, node: Any) -> _Kink | None:
 
 @dataclass
 class _Path:
-    """What lies between a node and the weights: views alone, or more; combinations of weights among it."""
+    """The operations between a node and the weights: only views, or more, such as combinations of weights."""
 
     names: set[str] = field(default_factory=set)
     views: bool = True
@@ -197,7 +198,7 @@ class _Path:
 
 
 def _path(start: Any, weights: Mapping[int, str]) -> _Path | None:
-    """From the argument of an absolute value to the weights; None where it is anything but their entries."""
+    """The path from the argument of an absolute value to the weights; None unless the argument is their entries."""
     path, pending, seen = _Path(), [start], set()
     while pending:
         node = pending.pop()
@@ -251,7 +252,7 @@ def _spread(node: Any, value: Tensor, like: Tensor) -> Tensor:
 
 
 def _compare(problem: Problem, kinks: Kinks) -> None:
-    """Warn where penalties enter the training loss with another factor than `orthant_wise` takes for granted."""
+    """Warn if penalties enter the training loss with another factor than `orthant_wise` assumes."""
     declared = joint_rates(problem.model, fitting(problem.hyper, problem.model)[0])
     other = [
         name

@@ -16,7 +16,7 @@ _FORWARDS = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3
 
 
 def supported(module: nn.Module) -> bool:
-    """Whether a layer has factors: one of torch's own, whose forward pass nobody has changed, and not too large."""
+    """Whether a layer has factors: it is one of torch's own, with an unchanged forward pass, and not too large."""
     weight = module._parameters.get("weight")
     if type(module).forward not in _FORWARDS or "forward" in vars(module) or weight is None:
         return False
@@ -105,7 +105,7 @@ class Layer:
         )
 
     def scale_(self, weight: float) -> None:
-        """Weigh both factors, as the first of a mean."""
+        """Weight both factors, as the first term of a mean."""
         self.a, self.g = self.a * weight, self.g * weight
 
     def add_(self, other: "Layer") -> None:

@@ -15,7 +15,7 @@ _DENSE = 2**26
 
 
 def listed(outputs: Any, owner: str = "a curvature") -> list[Any]:
-    """What predict returned as a list; raises where it is neither a tensor nor a collection of them."""
+    """The outputs of predict as a list; raises if they are neither a tensor nor a collection of tensors."""
     if isinstance(outputs, Tensor):
         return [outputs]
     values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
@@ -28,7 +28,7 @@ def listed(outputs: Any, owner: str = "a curvature") -> list[Any]:
 
 
 def with_graph(outputs: Any, owner: str) -> list[Tensor]:
-    """The tensors among the outputs that have a derivative; raises where there is none."""
+    """The tensors among the outputs that have a derivative; raises if there are none."""
     moving = [x for x in listed(outputs, owner) if depends(x)]
     if not moving:
         raise EvaluationError(
@@ -39,7 +39,7 @@ def with_graph(outputs: Any, owner: str) -> list[Tensor]:
 
 
 def depends(output: Any) -> bool:
-    """Whether an output has a derivative: others (masks, indices, constants) are handed on as they are."""
+    """Whether an output has a derivative; other outputs (masks, indices, constants) are passed on unchanged."""
     return isinstance(output, Tensor) and output.requires_grad
 
 
@@ -65,7 +65,7 @@ def filled(values: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tens
 def output_hessian(
     loss: Any, outputs: Any, moving: Sequence[Tensor], batch: Any
 ) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The map u ↦ H u: the loss's own where it has one; else by autograd, the outputs its only arguments."""
+    """The map u ↦ H u: the loss's own if it has one; otherwise by autograd with the outputs as arguments."""
     leaves = [x.detach().requires_grad_() for x in moving]
     if hasattr(loss, "output_hessian"):
         own = loss.output_hessian(refilled(outputs, [x.detach() for x in leaves]), batch)
@@ -85,11 +85,11 @@ def output_hessian(
 def output_root(
     loss: Any, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
 ) -> tuple[int, int, Callable[[Tensor], list[Tensor]]]:
-    """The number N of examples, that D of the outputs of each, and the map ξ ↦ S ξ of [N, D] with S Sᵀ = H.
+    """The number N of examples, the number D of outputs of each, and the map ξ ↦ S ξ of [N, D] with S Sᵀ = H.
 
-    For a loss that is a sum over the examples, which the first dimension of all outputs counts: H has a
-    block for each. Only of the outputs that are ``wanted``. The loss's own root where it has one; else from the
-    eigenvalues of the blocks.
+    The loss must be a sum over the examples, the first dimension of all outputs: H has a
+    block for each. Only ``wanted`` outputs count. The loss's own root is used if it has one; otherwise the root comes
+    from the eigenvalues of the blocks.
     """
     if hasattr(loss, "output_root") and isinstance(outputs, Tensor):
         own = loss.output_root(outputs.detach(), batch)
@@ -137,7 +137,7 @@ def output_root(
 
 
 def _check_blocks(blocks: Tensor, product: Callable[[Tensor], Tensor]) -> float:
-    """Raise where the Hessian is more than its blocks; what counts as rounding, where outputs are saturated too."""
+    """Raise if the Hessian is more than its blocks, beyond rounding, even for saturated outputs."""
     rounding = 1e-2 * float(blocks.abs().max()) + 1e3 * torch.finfo(blocks.dtype).eps / len(blocks)
     ones = torch.ones_like(blocks[:, 0])
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ def warn_of_power_iterations(problem: Problem) -> None:
         problem.warn_once(
             "spectral norm",
             f"spectral_norm at {name!r} takes its singular vectors as constants, so that second derivatives "
-            "in training mode are off by some percent. FiniteDifference(), SAMA and Penalty take the whole of it.",
+            "in training mode are off by some percent. FiniteDifference(), SAMA and Penalty include that part.",
         )
 
 

@@ -19,7 +19,7 @@ from .held import without_held
 def linear_system(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
     """The linearised training gradient of one batch, or of the mean over `Batches`.
 
-    Weights that it does not reach are named once. Those that a kink holds are left out of its products.
+    A warning names the weights that it does not reach, once. Weights that a kink holds are left out of its products.
     """
     if isinstance(batch, Batches):
         system: Linearisation = MeanLinearisation(curvature, passes, batch)
@@ -30,7 +30,7 @@ def linear_system(curvature: Curvature, passes: Passes, batch: Any) -> Linearisa
 
 
 class MeanLinearisation(Linearisation):
-    """The weighted mean of the linearisations of several batches, all kept, or one at a time made anew."""
+    """The weighted mean of the linearisations of several batches: all kept, or one at a time, rebuilt for each use."""
 
     def __init__(self, curvature: Curvature, passes: Passes, batches: Batches) -> None:
         self._curvature, self._passes, self._batches = curvature, passes, batches

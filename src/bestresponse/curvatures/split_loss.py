@@ -1,4 +1,4 @@
-"""Curvatures of a training loss that is a loss of outputs plus a rest: what they share."""
+"""The common part of curvatures of a training loss that is a loss of outputs plus a rest."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Split(Protocol):
 
 
 def check_parts(curvature: Split) -> None:
-    """Raise for a ``predict`` or ``loss`` that is no function, or a ``rest`` that is neither that nor None."""
+    """Raise unless ``predict`` and ``loss`` are functions and ``rest`` is a function or None."""
     owner = type(curvature).__name__
     for name in ("predict", "loss"):
         if not callable(getattr(curvature, name)):
@@ -50,7 +50,7 @@ def check_parts(curvature: Split) -> None:
 
 
 def check_rest(owner: str, rest: object) -> None:
-    """Raise for a ``rest`` that is neither a function nor None."""
+    """Raise unless ``rest`` is a function or None."""
     if rest is not None and (not callable(rest) or isinstance(rest, type)):
         raise ArgumentTypeError(
             f"{owner}.rest must be a function (model, hyper, batch) -> scalar, or None; got {rest!r}."
@@ -60,7 +60,7 @@ def check_rest(owner: str, rest: object) -> None:
 
 
 class SplitLinearisation(Linearisation):
-    """A = C + R, where C stands for the Hessian of the loss of the outputs, and R is the exact Hessian of the rest.
+    """A = C + R, where C represents the Hessian of the loss of the outputs, and R is the exact Hessian of the rest.
 
     A subclass makes C from the outputs in `prepare`, and multiplies with it in `outer`.
     """
@@ -71,7 +71,7 @@ class SplitLinearisation(Linearisation):
         self._hyperparameters, self._model = problem.hyperparameters, problem.model
         self._term = mixed_term_of(curvature.rest)
         if curvature.rest is None:
-            self.detail = "rest by difference: each product costs a Hessian product more; give rest"
+            self.detail = "rest by difference: each product costs one Hessian product more; give rest"
         passes.replay()
         with passes.unmoved(f"{self._owner}.predict, .loss or .rest"):
             outputs = self.predict(curvature, passes, batch)
@@ -88,7 +88,7 @@ class SplitLinearisation(Linearisation):
         warn_of_power_iterations(problem)
         self.weights = [problem.weights[n] for n in self.names]
         self.prepare(curvature.loss, outputs, moving, batch)
-        # Where rest knows its diagonal, its graph is wanted for the mixed term alone, at the end.
+        # If rest knows its diagonal, its graph is needed only for the mixed term, at the end.
         self._rest_loss = rest
         self._rest = self._gradient(rest) if self._rest_diagonal is None else {}
         self._fitted = self._gradient(fitted) if self._reaches_hyperparameters(fitted) else {}
@@ -106,7 +106,7 @@ class SplitLinearisation(Linearisation):
         """C v, in newly allocated tensors."""
 
     def free(self) -> None:
-        """Let go of what the products needed; `mixed` calls it when it is called for the last time."""
+        """Free the memory that the products needed; the last call of `mixed` calls this."""
 
     def __call__(self, v: Tree) -> Tree:
         total = self.outer(v)
@@ -130,7 +130,7 @@ class SplitLinearisation(Linearisation):
         return dict(zip(self._hyperparameters, total, strict=True))
 
     def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
-        """The rest's part, from the module where it knows that itself."""
+        """The rest's part, from the module if the module knows it."""
         if isinstance(self._term, nn.Module) and isinstance(self._term, KnownMixedTerm):
             rates = dict(self._term.named_parameters())
             known = {id(rates[n]): x for n, x in self._term.mixed_product(self._model, v).items()}
@@ -139,7 +139,7 @@ class SplitLinearisation(Linearisation):
         return graph.vector_product(self._rest, inputs, v, retain_graph=True)
 
     def inspected(self, gradient: Sequence[Tensor | None]) -> dict[str, GradientEdge]:
-        """Where the graph of a gradient begins, for the weights that it reaches."""
+        """The nodes where the graph of a gradient begins, for the weights that it reaches."""
         reached = {n: g for n, g in zip(self.names, gradient, strict=True) if g is not None}
         graph.inspect_gradient(reached.values())
         return graph.edges(reached)
@@ -157,7 +157,7 @@ class SplitLinearisation(Linearisation):
 
 
 def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple[Tensor, Tree | None]:
-    """The value of what is left of the training loss, and the diagonal of its Hessian where it offers one."""
+    """The value of the rest of the training loss, and the diagonal of its Hessian if it provides one."""
     problem = passes.problem
     rest = curvature.rest
     if rest is None:
@@ -170,13 +170,13 @@ def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple
 
 
 def _compare(curvature: Split, passes: Passes, batch: Any, whole: Tensor) -> None:
-    """Raise when the parts do not make up the training loss; once for a problem and curvature."""
+    """Raise if the parts do not add up to the training loss; checked once for a problem and curvature."""
     if curvature.rest is None or not passes.problem.first_time(curvature):
         return
     expected, got = float(passes.train_loss(batch).detach()), float(whole.detach())
     if not abs(got - expected) <= 1e-3 * max(abs(expected), abs(got)) + 1e-6:
         raise EvaluationError(
             f"loss(predict(...)) + rest must equal train_loss; got {got:.6g} and {expected:.6g}. "
-            "Give as rest what train_loss adds (a regulariser), and let predict return hyperparameters that the "
-            "loss weighs its terms with as further outputs; or leave rest out."
+            "Give as rest the term that train_loss adds (a regulariser), and let predict return hyperparameters that "
+            "weigh terms of the loss as further outputs; or leave rest out."
         )

@@ -13,16 +13,16 @@ from ..errors import EvaluationError, require, require_integer, require_number
 class Augmenter(nn.Module):
     """Training images changed by a U-Net that also sees a channel of noise: x + Δ(x, z), z ~ N(0, 1).
 
-    Its parameters are hyperparameters: put ``hyper(x)`` into the training loss and leave the validation loss without.
-    By default the last layer begins at zero, so that the images are left as they are. There the hypergradient cannot
-    see noise, only the mean of the features: where noise is to be learned, begin with a little of it (``initial``).
-    With ``depth=2, width=8`` and three channels it has 6,659 parameters. In eval mode it augments as well: only the
+    Its parameters are hyperparameters: use ``hyper(x)`` in the training loss and not in the validation loss.
+    By default the last layer starts at zero, so the images do not change. The hypergradient cannot
+    see noise there, only the mean of the features: to learn noise, start with a little of it (``initial``).
+    With ``depth=2, width=8`` and three channels it has 6,659 parameters. It also augments in eval mode: only the
     losses decide where it is used.
 
     Args:
-        channels: of the images [N, C, H, W].
-        depth: levels; each one below the first has half the resolution and twice the channels.
-        width: channels of the first level.
+        channels: the number of channels of the images [N, C, H, W].
+        depth: the number of levels; each level below the first has half the resolution and twice the channels.
+        width: the number of channels of the first level.
         bound: the largest change of a value, b tanh(Δ / b); None leaves it free.
         initial: the standard deviation of the last layer's weights at the start; 0 is the identity.
 
@@ -60,7 +60,7 @@ class Augmenter(nn.Module):
         self.merge = nn.ModuleList(_convolutions(2 * high, high) for _, high in pairs)
         self.last = nn.Conv2d(width, channels, 1)
         for layer in self.modules():
-            # Torch's own start shrinks what passes, noise above all, by a third or more at each layer.
+            # Torch's own initialisation shrinks the signal, noise most of all, by a third or more at each layer.
             if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         nn.init.normal_(self.last.weight, std=initial)
@@ -68,10 +68,10 @@ class Augmenter(nn.Module):
         nn.init.zeros_(self.last.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The images [N, C, H, W], changed; of any size.
+        """The changed images [N, C, H, W], of any size.
 
         Raises:
-            EvaluationError: x is no batch of images with these channels.
+            EvaluationError: x is not a batch of images with these channels.
         """
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise EvaluationError(

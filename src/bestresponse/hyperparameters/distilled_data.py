@@ -9,17 +9,17 @@ from ..errors import ArgumentError, ArgumentTypeError, require_integer, require_
 
 
 class DistilledData(nn.Module):
-    """A small training set that is tuned itself: every value of its inputs, and its labels if wanted.
+    """A small training set that is itself tuned: every value of its inputs, and optionally its labels.
 
-    Called without arguments it returns the inputs and the targets, for a training loss that takes its batch
+    A call without arguments returns the inputs and the targets, for a training loss that takes its batch
     from here, as in ``cross_entropy(model(inputs), targets)``. Soft labels are probabilities, the softmax of
-    ``label_logits``, and hard ones class numbers; torch's cross-entropy takes either.
+    ``label_logits``. Hard labels are class numbers. Torch's cross-entropy accepts both.
 
     Args:
-        inputs: the examples to begin with, [N, ...]; copied.
+        inputs: the initial examples, [N, ...]; copied.
         labels: their classes, int64 [N].
         classes: the number of classes, for soft labels; None keeps hard labels.
-        confidence: the probability of an example's own class that soft labels begin with.
+        confidence: the initial probability of an example's own class in soft labels.
 
     Attributes:
         inputs: the parameter, [N, ...].

@@ -14,16 +14,16 @@ class ConcreteDropout(nn.Module):
 
         mask = 1 − sigmoid((logit p + logit u) / τ),   u ~ U(0, 1)
 
-    For a small temperature τ a mask's entry is nearly one with probability 1 − p, and nearly zero else; unlike
-    those of torch's dropout it is differentiable in p. In eval mode x is returned as it is. The
-    rates are stored as logits. As part of a model, keep the modules with rates in one submodule, and give that as
-    ``hyper``; the validation loss, in eval mode, then depends on the rates through the weights alone.
+    For a small temperature τ a mask's entry is nearly one with probability 1 − p, and nearly zero otherwise. Unlike
+    the masks of torch's dropout it is differentiable in p. In eval mode x is returned as it is. The
+    rates are stored as logits. In a model, keep the modules with rates in one submodule, and pass that as
+    ``hyper``; the validation loss, in eval mode, then depends on the rates only through the weights.
 
     Args:
-        shape: of the rates: () one for all; n or (n,) one for each of n units in the last dimension; or any that
-            broadcasts against x.
-        initial: p to begin with.
-        shared: dimensions of x along which one mask is used, as the dimension of time is in a recurrent network.
+        shape: the shape of the rates: () for one rate; n or (n,) for one for each of n units in the last dimension; or
+            any shape that broadcasts against x.
+        initial: the initial p.
+        shared: dimensions of x that share one mask, such as time in a recurrent network.
         temperature: τ > 0.
         minimum, maximum: bounds of p, which `project_` restores after a step.
 
@@ -67,7 +67,7 @@ class ConcreteDropout(nn.Module):
         """The tensor with its mask.
 
         Raises:
-            EvaluationError: the rates do not broadcast against x, or a shared dimension is not one of its.
+            EvaluationError: the rates do not broadcast against x, or x lacks a shared dimension.
         """
         if not self.training:
             return x
@@ -80,16 +80,16 @@ class ConcreteDropout(nn.Module):
 
     @torch.no_grad()
     def project_(self) -> None:
-        """Put the rates back into their bounds; call it after each step of theirs (`Tuner` does)."""
+        """Restore the bounds of the rates; call it after each step of the rates (`Tuner` does)."""
         self.logit.clamp_(_logit(self.minimum), _logit(self.maximum))
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Where to search: between the logits of ``minimum`` and ``maximum``."""
+        """The range to search: between the logits of ``minimum`` and ``maximum``."""
         return {"logit": (_logit(self.minimum), _logit(self.maximum))}
 
     @torch.no_grad()
     def rates(self) -> Tensor:
-        """P, of the given shape."""
+        """The rates p, of the given shape."""
         return self.logit.sigmoid()
 
     def extra_repr(self) -> str:
@@ -114,12 +114,12 @@ class ConcreteDropout(nn.Module):
 class DropConnect(ConcreteDropout):
     """`ConcreteDropout` of a weight's entries, w ⊙ mask / (1 − p): one rate for all, or one for each.
 
-    Called with a weight it returns the masked one, and so it can be registered as a parametrization:
-    ``torch.nn.utils.parametrize.register_parametrization(layer, "weight", drop)``; or call it in the model's own
-    forward. One call has one mask, for the whole of a sequence if the weight is used over time.
+    A call with a weight returns the masked weight, so you can register it as a parametrization:
+    ``torch.nn.utils.parametrize.register_parametrization(layer, "weight", drop)``. Or call it in the model's own
+    forward. One call draws one mask, which covers the whole sequence if the weight is used over time.
 
     Args:
-        shape: () one rate for all entries; that of the weight, one for each.
+        shape: () for one rate for all entries; the shape of the weight for one rate for each entry.
         initial, temperature, minimum, maximum: as for `ConcreteDropout`.
 
     Reference: Wan et al. (2013); on hidden-to-hidden weights, Merity, Keskar and Socher (2018).

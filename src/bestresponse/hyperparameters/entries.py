@@ -13,7 +13,7 @@ _LARGEST = 32  # the most entries that are searched without a space
 
 
 def part(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """The view that a name stands for: "rates" is the whole tensor, "rates[0]" a row, "rates[0,1]" an entry."""
+    """The view that a name denotes: "rates" is the whole tensor, "rates[0]" a row, "rates[0,1]" an entry."""
     base, _, index = name.removesuffix("]").partition("[")
     try:
         return tensors[name] if name in tensors else tensors[base][tuple(map(int, index.split(",")))]
@@ -26,7 +26,7 @@ def part(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def refuse_repeated(tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
-    """Raise for a name that stands for nothing, and for an entry that two names stand for."""
+    """Raise if a name denotes nothing, or if two names denote the same entry."""
     counts = {name: torch.zeros(tensor.shape, dtype=torch.uint8) for name, tensor in tensors.items()}
     for name in names:
         if part(counts, name).add_(1).max() > 1:
@@ -43,7 +43,7 @@ def write_(tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
 
 
 def declared_ranges(hyper: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """The range of each entry that the modules declare; an outer module has the last word.
+    """The range of each entry that the modules declare; an outer module overrides an inner one.
 
     Raises:
         ArgumentError: a module names a parameter that it lacks, a hyperparameter has no range, or there are too many.
@@ -64,7 +64,7 @@ def declared_ranges(hyper: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
                 ranges.setdefault(names[id(own[name])], limits)
     if missing := [name for name in tensors if name not in ranges]:
         raise ArgumentError(
-            f"search needs a range for every hyperparameter; {missing[:5]} declare none. Give a space, or a method "
+            f"search needs a range for every hyperparameter; {missing[:5]} declare none. Pass a space, or add a method "
             "ranges() to their module."
         )
     if (size := sum(tensor.numel() for tensor in tensors.values())) > _LARGEST:

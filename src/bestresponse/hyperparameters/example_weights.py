@@ -1,4 +1,4 @@
-"""Weights of training examples, as a network of what is seen of them."""
+"""Weights of training examples, computed by a network from their features."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,11 +11,11 @@ class ExampleWeights(nn.Module):
 
         c_n = N softplus(f(x_n)) / Σ_m softplus(f(x_m))
 
-    Its parameters are hyperparameters: a training loss is ``(hyper(x) * losses).mean()`` with the losses of the single
-    examples. Equal scores, as those of a last layer that is zero, weigh all alike.
+    Its parameters are hyperparameters. A training loss is ``(hyper(x) * losses).mean()`` with the losses of the single
+    examples. Equal scores, for example from a last layer of zeros, give equal weights.
 
     Args:
-        network: from features [N, ...] to scores [N] or [N, 1].
+        network: maps features [N, ...] to scores [N] or [N, 1].
 
     Reference: the paper's section 5.4; Ren, Zeng, Yang and Urtasun (2018); Shu et al. (2019).
     """

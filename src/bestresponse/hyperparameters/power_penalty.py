@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
-    """(1/p) Σ exp(rate) |w|ᵖ for one tensor, with a graph that holds the two tensors and no more.
+    """(1/p) Σ exp(rate) |w|ᵖ for one tensor, with a graph that holds only the two tensors.
 
-    Its two gradients are two nodes, each of which sees one of the tensors as its input and takes the other
-    from a box. So autograd leaves out the one that is not asked for, which it can't do inside a node. Dual numbers
-    and compilers, which see no box, take plain operations.
+    Its two gradients are two nodes. Each sees one of the tensors as its input and takes the other
+    from a box, so autograd can skip a gradient that is not needed, which it cannot do inside a node. Dual numbers
+    and compilers cannot see into a box; for them plain operations are used.
     """
     if torch.compiler.is_compiling() or any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate)):  # type: ignore[no-untyped-call]
         return (rate.exp() * _power(w, power)).sum() / power
-    # For p = 1 the kink is left to torch's abs, where those who look for kinks find it.
+    # For p = 1 torch's abs makes the kink, so that the search for kinks finds it.
     base = w.abs() if power == 1 else w
     of_weights: Tensor = _ToWeights.apply(base, (rate,), power)  # type: ignore[no-untyped-call]
     of_rates: Tensor = _ToRates.apply(rate, (w,), power)  # type: ignore[no-untyped-call]
@@ -24,11 +24,11 @@ def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
 
 
 def decays_of(rate: Tensor, w: Tensor) -> Tensor:
-    """exp(rate) in a new tensor, as precise as both."""
+    """exp(rate) in a new tensor, in the higher precision of the two."""
     return rate.exp().to(torch.promote_types(rate.dtype, w.dtype))
 
 
-# Below p = 2 the curvature is infinite at a weight of zero. There |w| stands for √(w² + ε²), with this ε.
+# Below p = 2 the curvature is infinite at a weight of zero. There √(w² + ε²) replaces |w|, with this ε.
 _SMALL = 1e-6
 
 
@@ -65,17 +65,17 @@ def diagonal(w: Tensor, rate: Tensor, p: float) -> Tensor:
 
 
 class _ToWeights(torch.autograd.Function):
-    """The value, and ∂/∂w = exp(rate) |w|^(p−1) sign w; of |w| in the place of w where p = 1."""
+    """The value, and ∂/∂w = exp(rate) |w|^(p−1) sign w; with respect to |w| instead of w if p = 1."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, box: tuple[Tensor], power: float) -> Tensor:
-        # The slope of |w| as a function of itself is one everywhere, for which a single number is enough.
+        # The slope of |w| as a function of itself is one everywhere, so a single number is enough.
         ctx.save_for_backward(w.new_ones(()).expand_as(w) if power == 1 else w)
         ctx.box, ctx.power = box, power
         decays = decays_of(box[0], w)
         if decays.shape != w.shape:
             return (decays * _power(w, power)).sum() / power
-        # In place: where there are millions of weights, memory that is taken anew costs as much as the arithmetic.
+        # In place: with millions of weights, allocating memory costs as much as the arithmetic.
         return (decays.mul_(w).mul_(w) if power == 2 else decays.mul_(_power(w, power))).sum() / power
 
     @staticmethod

@@ -16,27 +16,27 @@ class WeightDecay(nn.Module):
     """Ω(w, λ) = (1/p) Σ_i exp(λ_i) |w_i|ᵖ, to add to a training loss: ``loss + decay(model)``.
 
     With p = 2, exp(λ_i) is what torch's optimisers call ``weight_decay``: it adds exp(λ_i) w_i to the
-    gradient. The rates are stored as logarithms, named as the weights: ``log_decay.NAME`` of the
-    weight's shape for each weight, a scalar for each tensor, or one scalar ``log_decay``.
+    gradient. The rates are stored as logarithms under the names of the weights: ``log_decay.NAME`` has the
+    weight's shape for per="weight" and is a scalar for per="tensor"; per="global" has one scalar ``log_decay``.
 
-    With p = 1 it is the lasso's penalty. A weight is held at zero where the rest of the training gradient is no larger
+    With p = 1 it is the lasso's penalty. A weight stays at zero if the rest of the training gradient is no larger
     than its rate: then it does not respond, and implicit hypergradients leave it out. `Tuner` lets weights stop at
-    zero; a loop of yours does that with `orthant_wise`, without which they pass by zero and are never held. The
-    steps that `Unrolled`, `Forward` and `Penalty` look ahead are plain ones, which pass by zero.
+    zero. In your own loop use `orthant_wise`; without it weights step over zero and never stay there. The
+    look-ahead steps of `Unrolled`, `Forward` and `Penalty` are plain steps, which step over zero.
 
-    The module keeps names and shapes and never the model, which it is called with.
+    The module stores names and shapes but not the model: pass the model to each call.
 
     Args:
-        model: whose trainable parameters are decayed.
-        per: what shares a rate: "global" all weights, "tensor" a parameter tensor's, "weight" none. None is "weight",
-            and "global" with p = 1, since the lasso has one rate.
+        model: the model whose trainable parameters are decayed.
+        per: which weights share a rate: all ("global"), those of one tensor ("tensor"), or none ("weight"). None means
+            "weight", or "global" with p = 1, since the lasso has one rate.
         power: p ≥ 1; 2 is the usual decay, 1 the lasso. Between them |w| is smoothed at zero, over 1e-6.
-        initial: the decay exp(λ) to begin with.
+        initial: the initial decay exp(λ).
         minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
         exclude: patterns of parameter names to leave out, as in ``["*.bias", "norm*"]``.
 
     Raises:
-        ArgumentError: an argument out of its range, a pattern without a match, or nothing left to decay.
+        ArgumentError: an argument is out of its range, a pattern matches nothing, or no weight is left to decay.
 
     Reference: the paper's sections 5.1 and 5.2.
     """
@@ -97,16 +97,16 @@ class WeightDecay(nn.Module):
 
     @torch.no_grad()
     def rates_at_zero(self, model: nn.Module) -> dict[str, Tensor]:
-        """exp(λ_i), by weight, where p = 1: the slope of Ω beside w_i = 0. Empty for other powers, which have none."""
+        """exp(λ_i), by weight, if p = 1: the slope of Ω next to w_i = 0. Empty for other powers, which have no kink."""
         if self.power != 1:
             return {}
         return {name: rate.exp() for name, (_, rate) in self._pairs(model).items()}
 
     @torch.no_grad()
     def mixed_product(self, model: nn.Module, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """V · ∂²Ω/∂w∂λ, by rate: exp(λ_i) |w_i|^(p−1) sign(w_i) v_i, summed over the weights that share a rate.
+        """The product v · ∂²Ω/∂w∂λ, by rate: exp(λ_i) |w_i|^(p−1) sign(w_i) v_i, summed over weights that share a rate.
 
-        ``v`` has tensors by weight, zero for those that are not in it.
+        ``v`` has tensors by weight; absent weights count as zero.
         """
         total: dict[str, Tensor] = {}
         for name, (w, rate) in self._pairs(model).items():
@@ -120,18 +120,18 @@ class WeightDecay(nn.Module):
 
     @torch.no_grad()
     def project_(self) -> None:
-        """Put the rates back into their bounds; call it after each step of theirs (`Tuner` does)."""
+        """Restore the bounds of the rates; call it after each step of the rates (`Tuner` does)."""
         for parameter in self.parameters():
             parameter.clamp_(math.log(self.minimum), math.log(self.maximum))
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Where to search each parameter: between the logarithms of ``minimum`` and ``maximum``."""
+        """The range to search for each parameter: between the logarithms of ``minimum`` and ``maximum``."""
         limits = math.log(self.minimum), math.log(self.maximum)
         return {name: limits for name, _ in self.named_parameters()}
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
-        """The decays exp(λ) in plain numbers, by weight; under "all" where there is one for all."""
+        """The decays exp(λ) in plain numbers, by weight; under "all" if all weights share one."""
         if self.per == "global":
             return {"all": self._rates()[self.names[0]].exp()}
         return {name: rate.exp() for name, rate in self._rates().items()}
@@ -158,7 +158,7 @@ class WeightDecay(nn.Module):
             if w is None:
                 raise EvaluationError(
                     f"WeightDecay needs the weight {name!r} that it was made for; the model has "
-                    f"{list(weights)[:5]}. Call it with the model that it was made with, without a wrapper."
+                    f"{list(weights)[:5]}. Call it with the model that it was made for, without a wrapper."
                 )
             if self.per == "weight" and w.shape != rate.shape:
                 raise EvaluationError(
@@ -168,7 +168,7 @@ class WeightDecay(nn.Module):
             if w.device != rate.device:
                 raise EvaluationError(
                     f"WeightDecay must be on the model's device, {w.device}; its rates for {name!r} are on "
-                    f"{rate.device}. Call decay.to({str(w.device)!r}) before the optimiser is made."
+                    f"{rate.device}. Call decay.to({str(w.device)!r}) before you make the optimiser."
                 )
             pairs[name] = (w, rate)
         return pairs
@@ -191,7 +191,7 @@ def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Paramete
 
 
 def _full(shape: Sequence[int], value: float, like: Tensor) -> nn.Parameter:
-    # In half precision a step of an optimiser would be lost in the spacing of the logarithms.
+    # In half precision the spacing of the logarithms would swallow a step of an optimiser.
     dtype = torch.promote_types(like.dtype, torch.float32)
     return nn.Parameter(torch.full(tuple(shape), value, dtype=dtype, device=like.device))
 

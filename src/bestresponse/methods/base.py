@@ -1,4 +1,4 @@
-"""What a method is, and the hypergradient by any of them."""
+"""The base class of methods, and the hypergradient computed by a method."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ from .reach import reaches, unreached_by_validation
 
 
 class Method(ABC):
-    """A way to compute the hypergradient. Methods are values; what they remember is the problem's.
+    """A way to compute the hypergradient. Methods are immutable values; the problem stores their state.
 
     Attributes:
-        twice: whether it differentiates the training loss twice; else the losses keep their fast backends, whose
-            backward has no derivative.
+        twice: whether it differentiates the training loss twice. If not, the losses keep their fast backends, whose
+            backward pass has no derivative.
     """
 
     @property
@@ -41,11 +41,11 @@ class Method(ABC):
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
 
     def parts_that_remember(self) -> Mapping[str, object]:
-        """Its parts that have a state of their own on a problem, by name, which `Tuner.save` keeps."""
+        """The parts of the method that have their own state on a problem, by name; `Tuner.save` stores these states."""
         return {}
 
     def claim(self) -> Claim | None:
-        """What differences can show of it, when a problem is verified; None for nothing."""
+        """The quantity that verification compares with differences; None if there is nothing to compare."""
         return None
 
 
@@ -61,22 +61,22 @@ def hypergradient(
 
         dL_V/dλ = ∂L_V/∂λ − (A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ        (Algorithm 2 of the paper)
 
-    Nothing changes: weights, buffers, ``.grad``, training mode and random state are as before, also
+    The call changes nothing: weights, buffers, ``.grad``, training mode and random state are as before, even
     after an error.
 
     Args:
         problem: the two losses.
-        train_batch: the batch for curvature and mixed term.
+        train_batch: the batch for the curvature and the mixed term.
         val_batch: the batch for the validation loss.
         method: how to compute it: ``Implicit()``, ``Unrolled(steps, step_size)``, ``Direct()``.
-        seed: None draws dropout masks and the like from the caller's random state, which is put back;
-            an integer gives an independent draw.
-        weight_optimizer: what trains the weights, for methods that start from its state (`Unrolled` with
-            momentum or Adam, `SAMA`); it is read and not changed.
+        seed: None draws dropout masks and other random numbers from the caller's random state and restores that
+            state; an integer gives an independent draw.
+        weight_optimizer: the optimiser that trains the weights, for methods that start from its state (`Unrolled`
+            with momentum or Adam, `SAMA`); it is read and not changed.
 
     Raises:
         ArgumentTypeError: ``method`` is not a method, or ``weight_optimizer`` not an optimiser.
-        EvaluationError: a loss is not a finite scalar with a graph; or a hyperparameter reaches
+        EvaluationError: a loss is not a finite scalar with a graph, or a hyperparameter reaches
             neither loss.
         SecondDerivativeError: the training loss has an operation without a second derivative.
 
@@ -100,7 +100,7 @@ def backward(
 ) -> Hypergradient:
     """Add the hypergradient into the ``.grad`` of the hyperparameters, as Tensor.backward does.
 
-    Then step any optimiser of theirs. Arguments, result and errors are those of `hypergradient`.
+    Call the hyperparameters' optimiser afterwards. Arguments, result and errors are those of `hypergradient`.
     """
     result = hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
     accumulate(problem, result)
@@ -115,9 +115,9 @@ def unchecked_hypergradient(
     seed: int | None,
     weight_optimizer: object,
 ) -> Hypergradient:
-    """`hypergradient` without its warning, for callers with a policy of their own.
+    """`hypergradient` without its warning, for callers with their own policy.
 
-    A ``weight_optimizer`` that is no torch optimiser has no state to look at.
+    The state of a ``weight_optimizer`` is read only if it is a torch optimiser.
     """
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
@@ -148,7 +148,7 @@ def hypergradient_or_nan(
     seed: int | None,
     weight_optimizer: object,
 ) -> Hypergradient:
-    """`unchecked_hypergradient`, with NaN in all parts where steps ahead of the weights diverged."""
+    """`unchecked_hypergradient`, with NaN in all parts if the look-ahead diverged."""
     try:
         return unchecked_hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
     except DivergedError:
@@ -157,7 +157,7 @@ def hypergradient_or_nan(
 
 
 def require_method(method: object) -> None:
-    """Raise for a solver, a class or anything else where a method belongs."""
+    """Raise unless ``method`` is a method: for a solver, a class or anything else."""
     if isinstance(method, Method):
         return
     advice = "Use Implicit(), or Unrolled(steps, step_size)."
@@ -166,7 +166,7 @@ def require_method(method: object) -> None:
     elif isinstance(method, Curvature):
         advice = f"A curvature goes inside a method: Implicit(curvature={method!r})."
     elif isinstance(method, type):
-        advice = f"Make an object of it: {method.__name__}(...)."
+        advice = f"Create an instance: {method.__name__}(...)."
     raise ArgumentTypeError(f"method must be a method; got {method!r}. {advice}")
 
 
@@ -177,16 +177,16 @@ def validation_gradient(
     weights: Tree | None = None,
     through_weights: bool = True,
 ) -> tuple[float, Tree, dict[str, Tensor | None]]:
-    """L_V, ∂L_V/∂w (zero where it does not depend on w) and ∂L_V/∂λ (None where not on λ), statistics included.
+    """L_V, ∂L_V/∂w (zero if L_V does not depend on w) and ∂L_V/∂λ (None if not on λ), running statistics included.
 
-    With ``through_weights`` it raises where L_V depends on no weight at all.
+    With ``through_weights`` it raises if L_V depends on no weight.
     """
     problem = passes.problem
     at = problem.weights if weights is None else weights
     inputs = [*at.values(), *problem.hyperparameters.values()]
     total: list[Tensor | None] = [None] * len(inputs)
     value, reached = 0.0, not through_weights
-    # The graph of one batch at a time; its backward pass in the mode of the loss too.
+    # One batch's graph at a time. The backward pass also runs in the mode of the loss.
     for number, (piece, weight) in enumerate(weighted(batch)):
         with passes.numbered(number), passes.validating():
             with read:
@@ -210,7 +210,7 @@ def validation_gradient(
     if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
         raise EvaluationError(
             f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
-            "Look for sqrt, log or division at zero in it."
+            "Look for sqrt, log or division at zero in val_loss."
         )
     return value, of_weights, direct
 
@@ -221,7 +221,7 @@ def combine(
     direct: Mapping[str, Tensor | None],
     indirect: Mapping[str, Tensor | None],
 ) -> Hypergradient:
-    """Direct and indirect part with zeros for what is absent, and their sum."""
+    """Direct and indirect part, with zeros for absent entries, and their sum."""
     idle = [
         n
         for n, p in problem.hyperparameters.items()

@@ -1,4 +1,4 @@
-"""The direct part of a hypergradient, by itself."""
+"""The direct part of a hypergradient alone."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +17,8 @@ from .reach import refuse_unreached
 class Direct(Method):
     """∂L_V/∂λ alone: for validation losses that read the hyperparameters themselves.
 
-    It is what remains where the weights do not respond, or are computed from λ inside the loss, as by a
-    hypernetwork. What λ does to running statistics is in it.
+    It is the whole hypergradient if the weights do not respond, or if the loss computes them from λ, as with a
+    hypernetwork. It includes the effect of λ on running statistics.
     """
 
     twice = False

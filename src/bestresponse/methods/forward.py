@@ -1,4 +1,4 @@
-"""Differentiation through optimisation in forward mode: ∂w/∂λ, carried along the steps."""
+"""Differentiation through optimisation in forward mode: ∂w/∂λ, propagated along the steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,26 +20,26 @@ from .rules import SGD, Rule
 from .steps_ahead import ThroughSteps, at_the_end, claim_of
 from .trajectory import Point, Trajectory
 
-# The changes of the tensors of a point; None where it does not change.
+# The changes of the tensors of a point; None for a tensor that does not change.
 Tangent = list[Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Forward(ThroughSteps):
-    """The hypergradient of `Unrolled` in forward mode, which carries ∂w/∂λ along the steps.
+    """The hypergradient of `Unrolled` in forward mode, which propagates ∂w/∂λ along the steps.
 
         Z_{k+1} = (∂w_{k+1}/∂w_k) Z_k + ∂w_{k+1}/∂λ,  Z_0 = 0;   dL_V/dλ = ∂L_V/∂λ + ∂L_V/∂w(w_K) Z_K
 
-    Memory does not grow with the steps, but with the hyperparameters; so does time. It is for few of them and
-    many steps. The result is that of ``Unrolled`` to rounding. It asks for third derivatives, which torch's batch
-    norm has no longer from 2.14 on.
+    Memory does not grow with the steps. Memory and time grow with the hyperparameters: use it for few hyperparameters
+    and many steps. The result equals that of ``Unrolled`` to rounding. It needs third derivatives, which torch's batch
+    norm no longer has from version 2.14 on.
 
     Args:
         steps: K ≥ 1.
         step_size: α > 0, or a function of ``hyper``, as for `Unrolled`.
         rule: the optimiser's steps, as for `Unrolled`.
-        chunk: how many hyperparameters are carried at a time, each with a copy of weights and moments; None all.
-            The steps are made anew for each chunk.
+        chunk: the number of hyperparameters to propagate at a time, each with a copy of weights and moments; None means
+            all. The steps are repeated for each chunk.
         fresh_batches: whether each step takes the next of several `Batches`, or all of them together.
 
     Raises:
@@ -81,7 +81,7 @@ class Forward(ThroughSteps):
 
 
 def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[Tangent]]:
-    """The last point, and for each of these entries of λ the change of that point as the entry changes."""
+    """The last point, and the derivative of that point with respect to each of these entries of λ."""
     units = [_unit(path.hyperparameters, entry) for entry in entries]
     changes = [[*path.settings.push(path.hyperparameters, unit), *unit] for unit in units]
     point = path.start()
@@ -95,7 +95,7 @@ def _carried(path: Trajectory, entries: range, steps: int) -> tuple[Point, list[
 
 
 def _unit(tensors: Sequence[Tensor], entry: int) -> Tangent:
-    """A change of one entry of all tensors by one; None for the tensors that it is not in."""
+    """A unit change of one entry; None for the tensors that do not contain the entry."""
     unit: Tangent = [None] * len(tensors)
     for index, x in enumerate(tensors):
         if entry < x.numel():
@@ -108,7 +108,7 @@ def _unit(tensors: Sequence[Tensor], entry: int) -> Tangent:
 
 
 def _along(val_gradient: Tree, tangent: Tangent) -> float | None:
-    """∂L_V/∂w · ẇ, the weights being every so many of the tensors of a point; None where no weight moves."""
+    """∂L_V/∂w · ẇ, where a point lists each weight before its moments; None if no weight moves."""
     kept = len(tangent) // len(val_gradient)
     moved = {n: x for n, x in zip(val_gradient, tangent[::kept], strict=True) if x is not None}
     return _tree.dot(moved, val_gradient) if moved else None
@@ -117,7 +117,7 @@ def _along(val_gradient: Tree, tangent: Tangent) -> float | None:
 def _by_name(
     entries: Sequence[float | None], hyperparameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Entries of all hyperparameters, in order, as tensors; None for those that move no weight."""
+    """The entries of all hyperparameters, in order, as tensors; None for hyperparameters that move no weight."""
     found: dict[str, Tensor | None] = {}
     begin = 0
     for name, p in hyperparameters.items():

@@ -1,4 +1,4 @@
-"""A hypergradient in its parts, with what is known of it."""
+"""A hypergradient in its parts, with its report."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +21,13 @@ class Hypergradient:
 
     Attributes:
         total: direct + indirect, by hyperparameter.
-        direct: ∂L_V/∂λ; zero where the validation loss does not depend on λ itself.
-        indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, what comes through the weights.
-        val_loss: L_V where the hypergradient was taken.
+        direct: ∂L_V/∂λ; zero if the validation loss does not depend on λ itself.
+        indirect: −(A⁻¹ ∂L_V/∂w) · ∂²L_T/∂w∂λ, the part through the weights.
+        val_loss: L_V at the point of the hypergradient.
         solve: the linear solve's report; None for methods without a solve.
-        norms: the norms, by name, through whose running statistics the validation loss was differentiated as well.
-        verification: what differences said of the derivatives that it was made of, at the first call: "verified", or
-            "not verified" and why; None where `Problem` was made with verify=False.
+        norms: the names of the norms whose running statistics the validation loss was differentiated through.
+        verification: the result of comparing the derivatives with differences at the first call: "verified", or
+            "not verified" and why; None if `Problem` was made with verify=False.
     """
 
     total: dict[str, Tensor]
@@ -44,7 +44,7 @@ class Hypergradient:
         return _tree.norm(self.total)
 
     def row(self) -> dict[str, Any]:
-        """The validation loss, the norm and what the solve reported, as numbers and texts."""
+        """The validation loss, the norm and the solve's report, as numbers and texts."""
         numbers: dict[str, Any] = {"val_loss": self.val_loss, "hypergradient_norm": self.norm}
         if self.solve is not None:
             names = ("products", "residual", "hypergradient_error", "damping_effect", "damping", "scale")
@@ -53,7 +53,7 @@ class Hypergradient:
         return numbers
 
     def summary(self) -> None:
-        """Print the norms of the parts, all together and by hyperparameter, and the solve's report."""
+        """Print the norms of the parts, in total and by hyperparameter, and the solve's report."""
         rows: list[tuple[str, ...]] = [("", "total", "direct", "indirect")]
         names = list(self.total)
         for name in names[:_SHOWN]:
@@ -85,16 +85,12 @@ class Hypergradient:
 
 
 def failure_message(report: Report) -> str:
-    """What to say of a solve that failed."""
+    """The message about a failed solve."""
     nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
-    used = (
-        "zero is used, so that nothing comes through the weights" if nothing else "its best iterate is used"
-    )
+    used = "zero is used, so the indirect part is zero" if nothing else "its best iterate is used"
     advice = "More damping, another solver or curvature, or better trained weights may help."
     if report.status is Status.NOT_FINITE and report.detail:
-        advice = (
-            "No damping mends that derivative: add a small constant under the root, the norm or the power."
-        )
+        advice = "Damping does not repair that derivative: add a small constant under the root, the norm or the power."
     return (
         f"the linear solve ended with {report}; {used}. {advice} "
         "(This warning comes once for each status and method; h.solve and the history report every solve.)"
@@ -102,10 +98,10 @@ def failure_message(report: Report) -> str:
 
 
 def skip_message(number: int) -> str:
-    """What to say of the first hyper-step that is skipped."""
+    """The message about the first skipped hyper-step."""
     return (
-        f"hyper-step {number} is skipped, since its hypergradient failed. (Said once; `stepped` in the history tells "
-        "of each. Where all are skipped, use a smaller step, more damping, or another method.)"
+        f"hyper-step {number} is skipped, since its hypergradient failed. (This warning comes once; `stepped` in the "
+        "history shows each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
     )
 
 
@@ -120,16 +116,16 @@ def accumulate(problem: Problem, result: Hypergradient) -> None:
 
 
 def require_finite(result: Hypergradient, when: str = "") -> None:
-    """Raise for NaN or infinity in a hypergradient, by name."""
+    """Raise if a hypergradient has NaN or infinity, and name the hyperparameters."""
     if bad := _tree.not_finite(result.total):
         why = f" ({result.solve.detail})" if result.solve is not None and result.solve.detail else ""
         raise EvaluationError(
             f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}{why}. Look for sqrt, log, "
-            "powers or division at zero in what train_loss makes of them; else use more damping or a smaller step."
+            "powers or division at zero where train_loss uses them; else use more damping or a smaller step."
         )
 
 
 def warn_of_failure(problem: Problem, method: object, result: Hypergradient) -> None:
-    """Warn of a failed solve, the first time that a status comes up with a method of these settings."""
+    """Warn of a failed solve, once for each status and each method with these settings."""
     if result.solve is not None and result.solve.status.failed:
         problem.warn_once((result.solve.status, settings_of(method)), failure_message(result.solve))

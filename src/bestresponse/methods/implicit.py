@@ -33,15 +33,15 @@ class Implicit(Method):
     It is exact where w is a stationary point of the training loss and the solve is exact.
 
     Args:
-        solver: how to invert; None is the method that we recommend, conjugate gradient of four steps a
-            call, warm-started and damped by itself.
-        curvature: which A.
+        solver: how to invert A; None is the recommended solver: conjugate gradient of four steps a
+            call, warm-started, with automatic damping.
+        curvature: which A to use.
         warm_start: whether a call starts from the last solution of the same method object; None means
             True exactly when no solver was given. The first solve of a warm-started conjugate
-            gradient goes on after its own steps, up to 20, while the relative residual is above 0.1, below 1,
+            gradient continues after its own steps, up to 20, while the relative residual is above 0.1, below 1,
             and falls.
         estimate_error: whether to estimate the error that the solve leaves in the hypergradient
-            (`Report.hypergradient_error`), at the price of one more mixed product.
+            (`Report.hypergradient_error`), at the cost of one more mixed product.
 
     Raises:
         ArgumentTypeError: ``solver`` is not a solver, or ``curvature`` not a curvature.
@@ -69,7 +69,7 @@ class Implicit(Method):
         if self.warm_start and self.solver.wants.start == "refused":
             raise ArgumentError(
                 f"{self.solver!r} estimates the solution from zero, and from a warm start would tend to "
-                "that of its first batch; got warm_start=True. Use solvers.SOBA(fresh_batches=True)."
+                "the solution of its first batch; got warm_start=True. Use solvers.SOBA(fresh_batches=True)."
             )
 
     @property
@@ -111,7 +111,7 @@ class Implicit(Method):
         return replace(result, solve=report, norms=read.norms)
 
     def _status(self, report: Report) -> Status:
-        """*Converged* is said of the system that was asked for, not of one that the solver had to damp to solve it."""
+        """Keep *converged* only for the requested system, not for one that the solver had to damp."""
         assert self.solver is not None
         if report.status is Status.CONVERGED and self.solver.chooses_damping and report.indefinite:
             return Status.NEGATIVE_CURVATURE
@@ -121,9 +121,9 @@ class Implicit(Method):
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
 
     def _missing(self, mixed_product: Callable[..., Any], solution: Solution, b: Tree) -> float | None:
-        """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, what the residual r = b − A x leaves out of the hypergradient.
+        """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, the part of the hypergradient that the residual r = b − A x leaves out.
 
-        A⁻¹ is taken as the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
+        The estimate replaces A⁻¹ by the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
         """
         if not self.estimate_error or solution.residual is None:
             return None
@@ -143,7 +143,7 @@ class Implicit(Method):
             problem.warn_once(
                 "cold steps",
                 f"{type(self.solver).__name__} makes a few steps a call from the last solution, which needs "
-                "warm_start=True; without it each call begins at zero.",
+                "warm_start=True; without it each call starts from zero.",
             )
         start = state.solution if state.solution is not None and state.solution.keys() == b.keys() else None
         start = None if start is None else system.responding(start)
@@ -152,7 +152,7 @@ class Implicit(Method):
         diagonal = problem.curvature_diagonal(system.names) if wants.diagonal else None
         source = wants.preconditioner
         preconditioner = None if source is None else resumed(source.make_preconditioner)(passes, batch)
-        # A run of steps goes on with the batch after the last one.
+        # A run of steps continues with the batch after the last one.
         products = system.in_turn(state.memory.get("count", 0)) if wants.fresh_batches else system
         solution = solver.solve(
             resumed(products),
@@ -169,10 +169,11 @@ class Implicit(Method):
 
 
 def damping_stretch(solution: Solution, b: Tree) -> float | None:
-    """How much longer the solution would be without its damping, less one; None without damping or an answer.
+    """By what factor the solution would be longer without its damping, minus one; None without damping or an answer.
 
-    x₀ − x = δ A⁻¹ x. From zero, conjugate gradient knows that on its Krylov space. Else A⁻¹ is taken as the inverse of
-    the curvature along x, xᵀA x / xᵀx, which is known at no product, from A x = b − r − δ x, and is a lower bound.
+    x₀ − x = δ A⁻¹ x. A conjugate gradient solve from zero has this on its Krylov space. Otherwise the inverse of
+    the curvature along x, xᵀA x / xᵀx, replaces A⁻¹. It costs no product, since A x = b − r − δ x, and is a lower
+    bound.
     """
     report, x = solution.report, solution.x
     if not report.damping or report.indefinite:
@@ -186,7 +187,7 @@ def damping_stretch(solution: Solution, b: Tree) -> float | None:
 
 
 def damping_effect(result: Hypergradient, stretch: float | None) -> float | None:
-    """An estimate of ‖h − h₀‖ / ‖h₀‖, where h₀ = direct + (1 + stretch) · indirect is that without damping."""
+    """An estimate of ‖h − h₀‖ / ‖h₀‖, where h₀ = direct + (1 + stretch) · indirect is h without damping."""
     if stretch is None:
         return None
     undamped = _tree.norm(_tree.add(result.direct, result.indirect, 1.0 + stretch))

@@ -1,4 +1,4 @@
-"""Gradients at other weights than the present ones, through the model itself, and whether they resolve a difference."""
+"""Gradients at other weights than the present ones, through the model itself, and a check of their rounding."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +17,20 @@ from ..passes.resolution import APART
 from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
 
-# A difference of so many units in the last place of the gradients, and no more, may be made of their rounding.
+# A difference of at most so many units in the last place of the gradients may be rounding.
 _SMALL = 100.0
 
 
 @contextmanager
 def weights_at(problem: Problem, values: Tree) -> Iterator[None]:
-    """The live weights with other values, and then as they were."""
+    """Give the live weights other values, and restore them afterwards."""
     with _tree.put_back(problem.weights):
         _tree.write_(problem.weights, values)
         yield
 
 
 def gradients(loss: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor | None]]:
-    """A loss and its gradient by input, None where it is not reached."""
+    """A loss and its gradient by input; None for inputs that the loss does not reach."""
     graph.refuse_reentrant(loss)
     found: Sequence[Tensor | None] = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
     return float(loss.detach()), dict(zip(inputs, found, strict=True))
@@ -39,9 +39,9 @@ def gradients(loss: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, dict[s
 def val_gradients(
     passes: Passes, batches: tuple[Any, Any], inputs: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, Tensor | None], Reading]:
-    """L_V and its gradient by input, with what comes through running statistics, and what was read of those.
+    """L_V, its gradient by input including the part through running statistics, and the statistics that L_V read.
 
-    The backward pass runs in the mode of the validation loss too.
+    The backward pass also runs in the mode of the validation loss.
     """
     read = Reading(passes, batches[0])
     with passes.validating():
@@ -58,11 +58,11 @@ def val_gradients(
 def verify_difference(
     passes: Passes, y: Tree, z: Tree, batches: tuple[Any, Any], gamma: float, arithmetic: Arithmetic
 ) -> None:
-    """Raise, or warn in float32 and above, where ∂L_T(y) − ∂L_T(z) is rounding, at four training gradients.
+    """Raise, or warn in float32 and above, if ∂L_T(y) − ∂L_T(z) is rounding, at four training gradients.
 
-    Of gradients at four equidistant points between z and y the third difference is rounding, where they are smooth:
-    √20 times that of one gradient, and √10 times that of ∂L_T(y) − ∂L_T(z). The gradient of hyperparameters is compared
-    with its own difference, and that of weights also with ∂L_V(y)/γ, to which the steps add it.
+    For smooth gradients, the third difference of gradients at four equidistant points between z and y is rounding:
+    √20 times that of one gradient, and √10 times that of ∂L_T(y) − ∂L_T(z). The check compares the gradient of
+    hyperparameters with its own difference, and that of weights also with ∂L_V(y)/γ, to which the steps add it.
     """
     problem = passes.problem
     if _tree.norm(_tree.add(y, z, -1.0)) == 0.0:
@@ -81,7 +81,7 @@ def verify_difference(
         found = [{n: x for n in mine if (x := point[n]) is not None} for point in points]
         size, whole = _norm(found[0]), _norm(_sum(found, (-1.0, 0.0, 0.0, 1.0)))
         rounding = _norm(_sum(found, (-1.0, 3.0, -3.0, 1.0))) / math.sqrt(10.0)
-        if mine is inputs[1]:  # of one number the third difference may be zero by chance
+        if mine is inputs[1]:  # the third difference of a single number may be zero by chance
             rounding = max(
                 rounding, max((torch.finfo(x.dtype).eps for x in found[0].values()), default=0.0) * size
             )

@@ -1,4 +1,4 @@
-"""Hypergradients from the value function, which ask for first derivatives alone."""
+"""Hypergradients from the value function, which need only first derivatives."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -36,45 +36,46 @@ from .rules import SGD, Rule, Setting
 from .trajectory import Point
 from .tuned_settings import Settings
 
-# Weights y that are worse than the present ones by more than this share are given up.
+# Weights y that are worse than the present ones by more than this share are dropped.
 _WORSE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class Penalty(Method):
-    """The derivative of the value function's penalty: gradients alone, at two sets of weights.
+    """The derivative of the value function's penalty, from gradients at two sets of weights.
 
         y ≈ argmin_w L_V(w, λ) + γ L_T(w, λ),   z ≈ argmin_w L_T(w, λ),
         dL_V/dλ ≈ ∂L_V/∂λ(y, λ) + γ (∂L_T/∂λ(y, λ) − ∂L_T/∂λ(z, λ))
 
-    At exact y and z the error falls as 1/γ; it is large where the training loss is small beside L_V/γ. Both are
-    copies of the present weights, which take the same steps in each call, so that what is the same in both, as the
-    way that the weights still have to go, cancels. Their difference is kept for the next call of the same method
-    object, which begins with it; make the method once, before the loop. It is a Neumann series of ``steps`` terms
-    that goes on from call to call.
+    At exact y and z the error falls as 1/γ. It is large if the training loss is small compared with L_V/γ. Both are
+    copies of the present weights and take the same steps in each call, so common changes cancel, such as the training
+    that the weights still need. Their difference is kept for the next call of the same method
+    object, which starts from it; make the method once, before the loop. It is a Neumann series of ``steps`` terms
+    that continues from call to call.
 
-    ``h.solve.residual`` is ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before the last step: one where y has learnt
-    nothing yet, small where it has what it can. Where y is worse than the present weights for L_V + γ L_T by more
+    ``h.solve.residual`` is ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before the last step: one if y has not moved
+    yet, small if y has converged. If y is worse than the present weights for L_V + γ L_T by more
     than a tenth, it begins again.
 
-    Both sets of weights run through the model itself, one after the other, in place: nothing is substituted, so
-    that fused attention and compiled modules work. ``val_loss`` is at the present weights, and ``direct`` at y.
+    Both sets of weights run through the model itself, one after the other, in place. Nothing is substituted, so
+    fused attention and compiled modules work. ``val_loss`` is at the present weights, and ``direct`` at y.
 
     The first call verifies that ∂L_T at y and z differ by more than rounding, at four training gradients and one of
-    the validation loss; so do calls where a tensor of weights, or γ, has doubled or halved since.
+    the validation loss. Later calls verify again if a tensor of weights, or γ, has doubled or halved since.
 
     Args:
-        steps: of y and z in a call, of three gradients each; of four where the validation loss reads running
-            statistics, which follow the weights (those of a sharded model are taken as constants).
+        steps: the number of steps of y and z in a call. A step costs three gradients, or four if the validation loss
+            reads running statistics, which follow the weights (those of a sharded model count as constants).
         step_size: α of these steps.
         multiplier: γ > 0; or a function of the number of the call, from 0, for a γ that grows.
         rule: gradient descent, whose momentum is kept between calls. Adam's steps would not cancel between y and z,
-            and what is left of them can point the wrong way.
+            and the remainder can point the wrong way.
 
     Raises:
-        ArgumentError: an argument out of its range; or weights in half precision, which round small steps away.
+        ArgumentError: an argument is out of its range, or the weights have half precision, which rounds small steps
+            away.
         EvaluationError: the training loss computes in half precision, which does not resolve the difference at this γ.
-            In float32 there is a warning.
+            In float32 there is a warning instead.
         DivergedError: the steps make y worse than it began.
 
     Reference: Kwon, Kwon, Wright and Nowak (2023); for large models, Pan et al. (2024).
@@ -93,7 +94,7 @@ class Penalty(Method):
             self._check_multiplier(self.multiplier)
         if not isinstance(self.rule, SGD):
             raise ArgumentTypeError(
-                "Penalty.rule must be gradient descent, rules.SGD(...), since the steps of others do not cancel "
+                "Penalty.rule must be gradient descent, rules.SGD(...), since the steps of other rules do not cancel "
                 f"between the two sets of weights; got {self.rule!r}."
             )
 
@@ -112,15 +113,15 @@ class Penalty(Method):
         found = None
         if state.solution is not None:
             found = self._from(_Pair.of(problem, state), passes, batches, gamma, warm=True)
-        if found is None:  # the first call, or what was remembered has become worse than nothing
+        if found is None:  # the first call, or the stored difference has become useless
             found = self._from(_Pair.at(problem, self.rule), passes, batches, gamma, warm=False)
         if found is None:
             (
                 passes.train_loss(train_batch),
                 passes.val_loss(val_batch),
-            )  # raise where the fault is not the steps'
+            )  # raises if the steps are not the cause
             raise DivergedError(
-                "Penalty's weights y must become better than those that they began at, for L_T + L_V/γ; at this call "
+                "Penalty's weights y must become better than at their start, for L_T + L_V/γ; in this call "
                 f"{self.steps} steps made them worse. Use a step_size below {self.step_size:g}, or a Tuner with "
                 'policy="skip".'
             )
@@ -132,7 +133,7 @@ class Penalty(Method):
     def _verified(
         self, passes: Passes, found: "_Found", batches: tuple[Any, Any], gamma: float, known: Any
     ) -> dict[str, Any]:
-        """What the differences were verified at: at the first call, and when weights or γ have doubled or halved."""
+        """Verify at the first call, and when weights or γ have doubled or halved; return the sizes then."""
         here = Circumstances(found.arithmetic, sizes(passes.problem.weights))
         if here.same(known) and 0.5 * known["multiplier"] <= gamma <= 2.0 * known["multiplier"]:
             return dict(known)
@@ -141,7 +142,7 @@ class Penalty(Method):
         return here.data(multiplier=gamma)
 
     def claim(self) -> Claim:
-        """The gradients with respect to λ, of which the result is made, at one set of weights."""
+        """The gradients with respect to λ at one set of weights; the result combines them."""
 
         def total(passes: Passes, train: Any, val: Any) -> dict[str, Tensor | None]:
             inputs = passes.problem.hyperparameters
@@ -157,7 +158,7 @@ class Penalty(Method):
     def _from(
         self, pair: "_Pair", passes: Passes, batches: tuple[Any, Any], gamma: float, warm: bool
     ) -> "_Found | None":
-        """The hypergradient after the steps from there; None where they lead to a place that is worse than here."""
+        """The hypergradient after the steps from there; None if they lead to a point worse than the present weights."""
         problem = passes.problem
         settings: dict[str, Setting] = {"step_size": self.step_size, **self.rule.settings()}
         rates = Settings(settings, problem.hyper, problem.weights, 1, self.rule.bounds)
@@ -192,7 +193,7 @@ class Penalty(Method):
 
 @dataclass(frozen=True)
 class _Pair:
-    """Y and z."""
+    """The weights y and z."""
 
     y: Point
     z: Point
@@ -207,14 +208,14 @@ class _Pair:
 
     @classmethod
     def of(cls, problem: Problem, state: MethodState) -> "_Pair":
-        """Z at the present weights, and y as far from them as it was at the end of the last call."""
+        """The pair with z at the present weights, and y as far from them as at the end of the last call."""
         assert state.solution is not None
         z = _tree.copy(problem.weights)
         y = _tree.add(z, state.solution)
         return cls(*(_with(x, state.memory[name]) for x, name in ((y, "y"), (z, "z"))))
 
     def state(self, calls: int, verified: dict[str, Any]) -> MethodState:
-        """What to remember."""
+        """The state for the next call."""
         apart = _tree.add(self.y.weights, self.z.weights, -1.0)
         kept = {"y": _without(self.y), "z": _without(self.z)}
         return MethodState(apart, {"calls": calls, "verified": verified, **kept})
@@ -222,7 +223,7 @@ class _Pair:
     def stepped(
         self, rule: Rule, settings: Settings, passes: Passes, batches: tuple[Any, Any], gamma: float
     ) -> tuple["_Pair", float]:
-        """Both after one step; and ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before it."""
+        """Both after one step, and ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before it."""
         problem = passes.problem
         with weights_at(problem, self.z.weights):
             _, found = gradients(passes.train_loss(batches[0]), problem.weights)
@@ -243,7 +244,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Found:
-    """What some steps led to, and the precision in which the training loss computes."""
+    """The result of some steps, and the precision in which the training loss computes."""
 
     result: Hypergradient
     pair: _Pair
@@ -251,12 +252,12 @@ class _Found:
 
 
 def _without(point: Point) -> dict[str, Any]:
-    """What is to be remembered of a point beside its weights."""
+    """The state of a point to keep, besides its weights."""
     return {"moments": {n: xs[1:] for n, xs in point.tensors.items()}, "counts": point.counts}
 
 
 def _with(weights: Tree, memory: Mapping[str, Any]) -> Point:
-    """The point of these weights, with what was remembered."""
+    """The point with these weights and the stored state."""
     return Point({n: (w, *memory["moments"][n]) for n, w in weights.items()}, memory["counts"])
 
 

@@ -1,8 +1,8 @@
-"""Pure update rules: what torch's optimisers do to one weight, as functions that can be differentiated.
+"""Pure update rules: the steps of torch's optimisers on one weight, as differentiable functions.
 
 torch's own ``differentiable=True`` changes weights in place, which breaks the graphs of the losses of earlier
-steps; and the root in its Adam has no derivative where a gradient is zero, as that of a unit that never fires
-is, so that everything is NaN from the second step on. These rules do neither.
+steps. The root in its Adam has no derivative where a gradient is zero, as for a unit that never fires,
+and then everything is NaN from the second step on. These rules avoid both problems.
 """
 
 import math
@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError, require, require_number
 
 Value = float | Tensor
-# A number, or a function of the module hyper; see `Unrolled` for what that may return.
+# A number, or a function of the module hyper; `Unrolled` lists what the function may return.
 Setting = float | Callable[[Any], Tensor | Mapping[str, Tensor] | Sequence[Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Rule(ABC):
-    """How one step changes one weight: (w, g, moments) ↦ (w', moments'), without changing its arguments.
+    """One step of one weight: (w, g, moments) ↦ (w', moments'), without changing its arguments.
 
-    Each field that is a number may be a function of the module ``hyper`` instead, so that it can be tuned.
+    Each numeric field may be a function of the module ``hyper`` instead; then it can be tuned.
     """
 
     optimizer: ClassVar[type[Optimizer] | None] = None
-    # Of each setting that is a number or a function of hyper: from the first to below the second.
+    # The range of each setting that is a number or a function of hyper: from the first to below the second.
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Rule(ABC):
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """What torch's optimiser calls the tensors that the rule keeps for each weight."""
+        """The names that torch's optimiser gives to the tensors that the rule keeps for each weight."""
 
     @abstractmethod
     def update(
@@ -57,7 +57,7 @@ class Rule(ABC):
         Args:
             w: the weight.
             g: its gradient.
-            moments: what earlier steps left, in the order of `moments`; zeros before the first.
+            moments: the moments after earlier steps, in the order of `moments`; zeros before the first.
             step: the number of earlier steps.
             s: ``step_size`` and the rule's own settings by name.
         """
@@ -65,7 +65,7 @@ class Rule(ABC):
     def step(
         self, point: tuple[Tensor, ...], g: Tensor, step: int, s: Mapping[str, Value]
     ) -> tuple[Tensor, ...]:
-        """`update` of a weight with its moments, in their dtypes; raises for a rule that returns something else."""
+        """`update` of a weight with its moments, in their dtypes; raises if the rule returns something else."""
         after = self.update(point[0], g, point[1:], step, s)
         shapes = [x.shape for x in after] if isinstance(after, tuple) else None
         if shapes != [x.shape for x in point]:
@@ -76,11 +76,11 @@ class Rule(ABC):
         return tuple(x.to(before.dtype) for x, before in zip(after, point, strict=True))
 
     def settings(self) -> dict[str, Setting]:
-        """The fields that may be tuned, by name."""
+        """The tunable fields, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in self.bounds}
 
     def state_of(self, optimizer: Optimizer | None) -> Mapping[Any, Mapping[str, Any]]:
-        """What a torch optimiser keeps for each weight, if it is of this rule's class; else nothing."""
+        """What a torch optimiser keeps for each weight if it matches this rule's class; else an empty dict."""
         if optimizer is None or type(optimizer) is not self.optimizer:
             return {}
         _refuse_variants(optimizer)
@@ -89,15 +89,15 @@ class Rule(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SGD(Rule):
-    """Gradient descent, with momentum if wanted: torch.optim.SGD.
+    """Gradient descent, optionally with momentum: torch.optim.SGD.
 
         b' = μ b + (1 − τ) g  (b' = g at the first step),   w' = w − α b'   (Nesterov: w − α (g + μ b'))
 
     Args:
         momentum: μ, from 0 to below 1.
         dampening: τ.
-        nesterov: Nesterov's variant.
-        weight_decay: adds that times w to g.
+        nesterov: whether to use Nesterov's variant.
+        weight_decay: adds ``weight_decay`` · w to g.
     """
 
     momentum: Setting = 0.0
@@ -145,8 +145,8 @@ class Adam(Rule):
     Args:
         beta1: β₁, from 0 to below 1.
         beta2: β₂, likewise.
-        eps: ε ≥ 0.
-        weight_decay: adds that times w to g.
+                eps: ε ≥ 0.
+        weight_decay: adds ``weight_decay`` · w to g.
 
     Reference: Kingma and Ba (2015).
     """
@@ -207,7 +207,7 @@ def _adam(
 
 
 def _root(x: Tensor) -> Tensor:
-    """√x with a derivative of zero at zero, where that of torch's is infinite, and zero times it NaN."""
+    """√x with a derivative of zero at zero; torch's is infinite there, and zero times it is NaN."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
 
@@ -217,7 +217,7 @@ def like(optimizer: Optimizer) -> Rule:
 
     Raises:
         ArgumentTypeError: there is no rule for its class.
-        ArgumentError: a setting that the rule does not have, or one that differs between parameter groups.
+        ArgumentError: the rule lacks a setting, or a setting differs between parameter groups.
     """
     kinds: tuple[type[Rule], ...] = (SGD, Adam, AdamW)
     kind = next((rule for rule in kinds if rule.optimizer is type(optimizer)), None)
@@ -236,17 +236,17 @@ def like(optimizer: Optimizer) -> Rule:
     if differing:
         raise ArgumentError(
             f"a rule has one value of each setting for all weights; got groups with different {differing}. Write the "
-            f"rule out, with functions that return a dict by weight: rules.{kind.__name__}(...)."
+            f"rule in full, with functions that return a dict by weight: rules.{kind.__name__}(...)."
         )
     return kind(**{n: groups[0][n] for n in names})
 
 
 def _refuse_variants(optimizer: Optimizer) -> None:
-    """Raise for options of torch's optimisers that the rules have not."""
+    """Raise for options of torch's optimisers that the rules lack."""
     variants = ["amsgrad", "maximize"]
     variants += ["decoupled_weight_decay"] if type(optimizer) is torch.optim.Adam else []
     if used := [n for n in variants if any(g.get(n) for g in optimizer.param_groups)]:
         raise ArgumentError(
-            f"the rules have no amsgrad or maximize, and decoupled decay in AdamW alone; got {used} of "
+            f"the rules have no amsgrad or maximize, and decoupled decay only in AdamW; got {used} of "
             f"{type(optimizer).__name__}. Train without it, or write a subclass of rules.Rule."
         )

@@ -24,26 +24,26 @@ from .trajectory import Trajectory
 
 @dataclass(frozen=True, eq=False)
 class SAMA(Method):
-    """T₁ − T₂ through an adaptive optimiser: the diagonal D of its step's derivative stands for A⁻¹.
+    """T₁ − T₂ through an adaptive optimiser: the diagonal D of its step's derivative replaces A⁻¹.
 
         D = ∂u/∂g at g = ∂L_T/∂w,   dL_V/dλ ≈ ∂L_V/∂λ − (D ∂L_V/∂w) · ∂²L_T/∂w∂λ
 
-    u(g) is the step that the optimiser would make next, per unit of its learning rate. For SGD it is
-    ``Implicit(Identity())``; for Adam D scales each weight by about 1/√v, as its steps do. The scale of the
-    whole is the optimiser's, not that of the hypergradient: only the direction means something.
+    u(g) is the next step of the optimiser, per unit of its learning rate. For SGD the method is
+    ``Implicit(Identity())``; for Adam D scales each weight by about 1/√v, as its steps do. The result has the scale
+    of the optimiser, not that of the hypergradient: only its direction is meaningful.
 
-    It costs the two gradients and the mixed term. That is a difference of two gradients unless
-    ``curvature=Hessian()`` is given, so that no second derivative is asked for; the first is verified, as
-    `FiniteDifference` tells.
+    It costs the two gradients and the mixed term. The mixed term is a difference of two gradients unless
+    ``curvature=Hessian()`` is given, so it needs no second derivative. The first one is verified; see
+    `FiniteDifference`.
 
     Args:
-        rule: the optimiser's step; None is that of the weight optimiser (the tuner's, or
-            ``hypergradient(..., weight_optimizer=...)``), whose moments are used in either case.
+        rule: the optimiser's step; None takes the rule of the weight optimiser (the tuner's, or
+            ``hypergradient(..., weight_optimizer=...)``). Its moments are used in either case.
         curvature: how the mixed term is computed.
 
     Raises:
         ArgumentTypeError: ``rule`` is not a rule, or ``curvature`` not a curvature.
-        EvaluationError: the optimiser is not known, or has made no step yet.
+        EvaluationError: the optimiser is unknown, or has made no step yet.
 
     Reference: Choe et al. (2023), without their change of the weights' own step.
     """
@@ -84,8 +84,8 @@ class SAMA(Method):
             (through,) = torch.autograd.grad(after[0], g, val_gradient[name])
             v[name] = -through
             if rule.moments:
-                # Where there was no gradient yet, as in rows of an embedding, the derivative is 1/ε, and all else
-                # would be rounding beside it; the mixed term is zero there.
+                # Where there was no gradient yet, as in rows of an embedding, the derivative is 1/ε, and all other
+                # entries would be rounding compared with it. The mixed term is zero there.
                 never = torch.stack([x.detach() == 0 for x in (g, *after[1:])]).all(0)
                 v[name] = v[name].masked_fill(never, 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}

@@ -1,4 +1,4 @@
-"""Which operation of the training loss has a derivative that is NaN or infinite."""
+"""Find the operation of the training loss whose derivative is NaN or infinite."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ _OURS = str(Path(__file__).parents[1])
 
 
 def singular_operation(passes: Passes, batch: Any, v: Tree) -> str:
-    """In words, the operation in which vᵀ ∂²L_T/∂w² or the gradient itself first is not finite; empty if in none.
+    """The operation, as text, where vᵀ ∂²L_T/∂w² or the gradient itself first becomes infinite or NaN; empty if none.
 
-    It computes the training gradient once more, with a note of where each operation was called.
+    It computes the training gradient once more and records where each operation was called.
     """
     weights = {n: passes.problem.weights[n] for n in v}
     inputs = [*passes.problem.weights.values(), *passes.problem.hyperparameters.values()]
@@ -46,13 +46,13 @@ def singular_operation(passes: Passes, batch: Any, v: Tree) -> str:
                 ),
                 "second",
             )
-    except (EvaluationError, RuntimeError):  # the search is for a message alone
+    except (EvaluationError, RuntimeError):  # the search only serves a message
         return ""
     return "" if culprit is None else f"the {order} derivative of {_called(culprit)} is NaN or infinite here"
 
 
 def _first_culprit(outputs: Iterable[Tensor], differentiate: Callable[[], Any]) -> Any:
-    """The first node that turns finite cotangents into others; None if there is none."""
+    """The first node that turns finite cotangents into infinite or NaN ones; None if there is none."""
     found: list[Any] = []
 
     def note(node: Any) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:

@@ -1,4 +1,4 @@
-"""What differentiation through steps ahead has in common, in reverse and in forward mode."""
+"""The common part of differentiation through steps ahead in reverse and in forward mode."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ from .base import Method, validation_gradient
 from .rules import Rule, Setting
 from .trajectory import Point, Trajectory
 
-# Steps that a verification makes again.
+# The steps that a verification repeats.
 _VERIFIED = 2
 
 
 @dataclass(frozen=True, eq=False)
 class ThroughSteps(Method):
-    """What reverse and forward mode have in common: the steps ahead."""
+    """The common part of reverse and forward mode: the steps ahead."""
 
     steps: int
     step_size: Setting
@@ -52,7 +52,7 @@ class ThroughSteps(Method):
         if not isinstance(rule, Rule):
             raise ArgumentTypeError(
                 f"{name}.rule must be an update rule, such as rules.Adam(); got {rule!r}. rules.like(optimizer) "
-                "makes that of a torch optimiser."
+                "makes the rule of a torch optimiser."
             )
 
 
@@ -70,7 +70,7 @@ def at_the_end(
 
 
 def claim_of(method: ThroughSteps, rule: Rule, short: ThroughSteps) -> Claim:
-    """L_V(w_K(λ), λ), after few steps where their settings are numbers."""
+    """L_V(w_K(λ), λ), after only few steps if their settings are numbers."""
     settings = (method.step_size, *rule.settings().values())
     if not any(map(callable, settings)):
         short = replace(short, steps=min(method.steps, _VERIFIED))

@@ -1,4 +1,4 @@
-"""Steps of an update rule, as a map that can be differentiated: from weights and moments to those after it."""
+"""Steps of an update rule as a differentiable map, from weights and moments to those after the steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +22,12 @@ from .tuned_settings import Settings
 
 @dataclass
 class Point:
-    """Where a trajectory is after some steps.
+    """The point of a trajectory after some steps.
 
     Attributes:
-        tensors: each weight, and after it the moments that the rule keeps for it.
-        counts: how many steps have moved each weight, with those that the optimiser had made.
-        buffers: of the modules, from which the next step starts; an empty dict is those of the beginning.
+        tensors: each weight, followed by the moments that the rule keeps for it.
+        counts: the number of steps that have moved each weight, including earlier steps of the optimiser.
+        buffers: the modules' buffers, from which the next step starts; an empty dict stands for the initial buffers.
     """
 
     tensors: dict[str, tuple[Tensor, ...]]
@@ -36,7 +36,7 @@ class Point:
 
     @property
     def weights(self) -> Tree:
-        """The weights alone."""
+        """The weights without the moments."""
         return {n: xs[0] for n, xs in self.tensors.items()}
 
     def flat(self) -> list[Tensor]:
@@ -53,7 +53,7 @@ class Point:
         return replace(self, tensors={n: tuple(x.detach() for x in xs) for n, xs in self.tensors.items()})
 
     def moved(self, rule: Rule, gradient: Tree, settings: Settings, number: int = 0) -> "Point":
-        """After the step with this number along a gradient; weights that are not in it stay."""
+        """The point after the step with this number along a gradient; weights without a gradient stay."""
         moved = {
             n: rule.step(self.tensors[n], g, self.counts[n], settings.at(number, n))
             for n, g in gradient.items()
@@ -72,9 +72,9 @@ class Point:
 
 
 class Trajectory:
-    """The steps of a rule from a problem's present weights on one training batch, or a batch a step.
+    """The steps of a rule from a problem's present weights, on one training batch or on one batch for each step.
 
-    The moments begin as a copy of those of the weight optimiser, where it is of the rule's class; else as zeros.
+    The moments begin as a copy of those of the weight optimiser if it matches the rule's class; else as zeros.
 
     Attributes:
         rule: how a step changes a weight.
@@ -98,7 +98,7 @@ class Trajectory:
         self._moved: set[str] = set()
 
     def start(self) -> Point:
-        """The present weights with the moments to begin with."""
+        """The present weights with the initial moments."""
         weights, rule = self._passes.problem.weights, self.rule
         known, optimizer = rule.state_of(self._passes.weight_optimizer), self._passes.weight_optimizer
         if rule.moments and not known and optimizer is not None and optimizer.state:
@@ -123,14 +123,14 @@ class Trajectory:
         return point
 
     def graph(self, point: Point, begin: int, end: int) -> "Piece":
-        """The same steps, so that they can be differentiated."""
+        """The same steps, with a graph."""
         first = last = point.as_leaves()
         for number in range(begin, end):
             last = self._step(last, number, create_graph=True)
         return Piece(self, begin, first, last)
 
     def finish(self) -> None:
-        """Raise where no step moved a weight, and name those that none did."""
+        """Raise if no step moved a weight, and name the weights that did not move."""
         warn_of_unreached(self._passes.problem, self._moved)
 
     def _step(self, point: Point, number: int, create_graph: bool) -> Point:
@@ -159,7 +159,7 @@ class Trajectory:
             with self._passes.numbered(number):
                 loss = self._passes.train_loss(piece, weights)
         except NotFiniteError as error:
-            if number == 0:  # the weights were so before
+            if number == 0:  # the present weights, not the steps, are the cause
                 raise
             raise DivergedError(
                 f"the steps ahead must stay finite; step {number} of {self._steps} led to: {error} Use a smaller "
@@ -170,10 +170,10 @@ class Trajectory:
 
 
 class Piece:
-    """The graph of some steps, from leaves to what they became.
+    """The graph of some steps, from leaves to the result.
 
     Attributes:
-        number: that of the first of the steps.
+        number: the number of the first step.
         end: weights and moments after the steps.
     """
 
@@ -181,7 +181,7 @@ class Piece:
         self._path, self.number, self._begin, self.end = path, number, begin, end
 
     def inputs(self, begin: bool = True) -> list[Tensor]:
-        """What the steps depend on: weights and moments before them, settings, hyperparameters."""
+        """The inputs of the steps: weights and moments before them, settings, hyperparameters."""
         before = self._begin.flat() if begin else []
         return [*before, *self._path.settings.leaves, *self._path.hyperparameters]
 
@@ -195,7 +195,7 @@ class Piece:
         return list(graph.vector_product(edges, self.inputs(begin), given, retain_graph=False))
 
     def push(self) -> graph.Pushforward:
-        """The map from changes of `inputs` to changes of the end."""
+        """The map from changes of `inputs` to changes of `end`."""
         return graph.Pushforward(self.end.flat(), self.inputs())
 
 

@@ -13,9 +13,9 @@ from .rules import Setting, Value
 
 
 class Settings:
-    """The step size and a rule's settings at the present hyperparameters, cut off from them.
+    """The step size and a rule's settings at the present hyperparameters, detached from them.
 
-    What a function of ``hyper`` returned is evaluated once, and stands in the steps as a leaf; `pull` and
+    Each function of ``hyper`` is evaluated once, and the steps use its result as a leaf. `pull` and
     `push` carry derivatives from the leaves to the hyperparameters and back.
 
     Attributes:
@@ -89,7 +89,7 @@ class Settings:
         if not bool(inside.all()):
             raise EvaluationError(
                 f"{name} must return {allowed}; got {_described(value)}. Tune its logarithm, or the logit of a "
-                "momentum: exp() and sigmoid() stay in their bounds, but for rounding far out."
+                "momentum: exp() and sigmoid() stay within the bounds, except for rounding at extreme values."
             )
         if not value.requires_grad:
             return inner
@@ -98,7 +98,7 @@ class Settings:
         return self.leaves[-1]
 
     def pull(self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Derivatives with respect to the leaves, as those with respect to ``inputs``."""
+        """Turn derivatives with respect to the leaves into derivatives with respect to ``inputs``."""
         pairs = [(x, g) for x, g in zip(self._outputs, gradients, strict=True) if g is not None]
         if not pairs:
             return [None] * len(inputs)
@@ -106,7 +106,7 @@ class Settings:
         return list(torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True))
 
     def push(self, inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The leaves' change as ``inputs`` change by ``tangents``."""
+        """The change of the leaves if ``inputs`` change by ``tangents``."""
         return graph.Pushforward(self._outputs, inputs)(tangents)
 
 

@@ -27,12 +27,12 @@ class Unrolled(ThroughSteps):
         w_{k+1} = w_k − α ∂L_T/∂w(w_k, λ),  w_0 the present weights;  the result is dL_V(w_K, λ)/dλ
 
     The steps are made on copies: nothing is written back. ``val_loss`` and ``direct`` of the result
-    are at w_K, with the buffers that the steps left. Running statistics that the validation loss reads follow
-    w_K and λ, as those of the training batch do; other buffers are constants. Every step sees the same random
-    state. At a stationary point of the training loss the result is that of
+    are at w_K, with the buffers that the steps left. Running statistics that the validation loss reads depend on
+    w_K and λ, as those of the training batch do; other buffers are constants. Every step uses the same random
+    state. At a stationary point of the training loss the result equals that of
     ``Implicit(Neumann(terms=K - 1, scale=α))``.
 
-    Settings of the optimiser are tuned by functions of the module ``hyper``, as in
+    To tune settings of the optimiser, pass functions of the module ``hyper``, as in
     ``Unrolled(20, lambda hyper: hyper.log_rate.exp(), rule=rules.SGD(momentum=lambda hyper: hyper.logit.sigmoid()))``.
     Such a function returns a scalar tensor, one of shape [steps] with a value for each step, a dict by weight
     with tensors that broadcast against the weights, or a sequence of ``steps`` scalars or dicts.
@@ -42,19 +42,19 @@ class Unrolled(ThroughSteps):
         step_size: α > 0, or a function of ``hyper``.
         last: differentiate the last ``last`` steps only (truncated unrolling); None means all.
         rule: the optimiser's steps. Its moments begin as a copy of those of the weight optimiser (the tuner's,
-            or ``hypergradient(..., weight_optimizer=...)``) where that is of the rule's class, and else as zeros.
-        checkpoint_every: keep weights and moments every so many steps, and make the steps between them again
-            when they are differentiated: K / checkpoint_every copies and checkpoint_every graphs in memory in
-            place of K graphs, for one training gradient more a step. About √K needs least.
-        trajectory: "exact"; or "interpolated", which keeps the first and last point alone, and differentiates
-            the steps at points on the straight line between them (DrMAD). It is exact where the weights (and
+            or ``hypergradient(..., weight_optimizer=...)``) if it matches the rule's class, and otherwise as zeros.
+        checkpoint_every: keep weights and moments every so many steps, and repeat the steps between them
+            to differentiate them. Memory holds K / checkpoint_every copies and checkpoint_every graphs instead of
+            K graphs, at one more training gradient a step. About √K needs the least memory.
+        trajectory: "exact"; or "interpolated", which keeps only the first and last point, and differentiates
+            the steps at points on the straight line between them (DrMAD). It is exact if the weights (and
             moments) move on a straight line with constant speed.
-        fresh_batches: whether each step takes the next of several `Batches` (and dropout masks of its own), or
+        fresh_batches: whether each step takes the next of several `Batches` (and its own dropout masks), or
             all of them together.
 
     Raises:
-        ArgumentError: an argument out of its range.
-        EvaluationError: a loss uses an original weight beside the argument ``model``; or a function of ``hyper``
+        ArgumentError: an argument is out of its range.
+        EvaluationError: a loss uses an original weight besides the argument ``model``, or a function of ``hyper``
             returns something else.
 
     Reference: Domke (2012); Maclaurin, Duvenaud and Adams (2015); truncated, Shaban et al. (2018); DrMAD, Fu et
@@ -102,12 +102,12 @@ class Unrolled(ThroughSteps):
         return replace(result, norms=read.norms)
 
     def claim(self) -> Claim:
-        # Of all that is differentiated: the last steps, or steps between which a line is exact.
+        # A part of the differentiated steps: the last steps, or steps for which the straight line is exact.
         short = replace(self, last=None, checkpoint_every=None, trajectory="exact", fresh_batches=False)
         return claim_of(self, self.rule, short)
 
     def _exact(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
-        """The last point, and the graphs of the steps from the last to the first, between the points that are kept."""
+        """The last point, and the graphs of the steps between the stored points, from the last to the first."""
         size = self.checkpoint_every or self.steps
         begins = range(first, self.steps, size)
         points = [start]

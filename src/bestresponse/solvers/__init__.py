@@ -1,6 +1,6 @@
-"""Solvers of A x = b, where A is symmetric and known by its products with vectors only.
+"""Solvers of A x = b, where A is symmetric and only its products with vectors are known.
 
-They have never heard of problems or losses: ``Neumann(terms=20).solve(A, b)`` takes any callable.
+They are independent of problems and losses: ``Neumann(terms=20).solve(A, b)`` takes any callable.
 """
 
 from .base import MakesPreconditioner, Solver, Wants

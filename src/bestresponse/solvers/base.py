@@ -1,4 +1,4 @@
-"""What a solver is, and what all of them do before and after their own iteration."""
+"""The base class of solvers, and the work that all of them share before and after their own iteration."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from .system import Counted, Preconditioner, Product, Report, Solution, Status, 
 
 @runtime_checkable
 class MakesPreconditioner(Protocol):
-    """A curvature with an inverse, such as `KFAC`, of which `Implicit` makes the preconditioner for each solve."""
+    """A curvature with an inverse, such as `KFAC`, from which `Implicit` makes the preconditioner for each solve."""
 
     def make_preconditioner(self, passes: Any, batch: Any) -> Preconditioner:
         """The preconditioner at the present weights, from a training batch."""
@@ -23,14 +23,14 @@ class MakesPreconditioner(Protocol):
 
 @dataclass(frozen=True)
 class Wants:
-    """What a solver wants beside products and a right-hand side; `Implicit` reads it and provides it.
+    """What a solver needs besides products and a right-hand side; `Implicit` provides it.
 
     Attributes:
         diagonal: the known part of A's diagonal, as ``diagonal`` of `Solver.solve`.
         preconditioner: the curvature whose inverse it takes as ``preconditioner``.
-        fresh_batches: products with one of several training batches each, in turn, in place of their mean.
-        start: an earlier solution: "optional"; "required", since it makes only a few steps from it; or "refused",
-            since it estimates the solution from zero, and would tend to that of the first batch.
+        fresh_batches: each product with the next of several training batches, instead of their mean.
+        start: an earlier solution: "optional"; "required", since the solver makes only a few steps from it; or
+            "refused", since it estimates the solution from zero and would tend to the solution of the first batch.
     """
 
     diagonal: bool = False
@@ -42,12 +42,12 @@ class Wants:
 class Solver(ABC):
     """An approximate x = A⁻¹ b for a symmetric A.
 
-    A subclass writes `iterate`, which gets a right-hand side of norm one; checks, scaling, counting
-    and warm starts are here. Solvers are frozen dataclasses: what one solve leaves to the next goes
-    out in `Solution.memory` and comes in as ``memory``.
+    A subclass writes `iterate`, which gets a right-hand side of norm one. This class does checks, scaling, counting
+    and warm starts. Solvers are frozen dataclasses: the state for the next solve is returned in
+    `Solution.memory` and passed in as ``memory``.
 
     Attributes:
-        needs_definite: whether a start x with xᵀ(A + δI)x ≤ 0 is one that cannot be right.
+        needs_definite: whether a start x with xᵀ(A + δI)x ≤ 0 must be wrong.
         spoiled: the residual, in units of that of zero, above which a start is dropped.
     """
 
@@ -56,12 +56,12 @@ class Solver(ABC):
 
     @property
     def wants(self) -> Wants:
-        """What it wants beside products and a right-hand side."""
+        """What the solver needs besides products and a right-hand side."""
         return Wants()
 
     @property
     def chooses_damping(self) -> bool:
-        """Whether it damps the system as much as it finds necessary."""
+        """Whether the solver chooses the damping."""
         return False
 
     def solve(
@@ -79,16 +79,16 @@ class Solver(ABC):
         Args:
             A: maps a dict of tensors v to the product A v, of the same layout.
             b: the right-hand side, a dict of tensors.
-            start: a first guess. Its residual costs one product. A guess x that is spoiled is dropped:
-                where xᵀ(A + δI)x ≤ 0, or the residual is above ``spoiled`` times that of zero. (One between one
-                and ten times is kept: with a batch of its own for each solve, a good guess is the mean of
+            start: a first guess. Its residual costs one product. A guess x is dropped
+                if xᵀ(A + δI)x ≤ 0, or if the residual is above ``spoiled`` times that of zero. (A residual between
+                one and ten times that of zero is kept: if each solve has its own batch, a good guess is the mean of
                 earlier solutions, and its residual on one batch is nearly always above that of zero.)
             memory: `Solution.memory` of an earlier solve with this solver.
             diagonal: an estimate of A's diagonal, or of its known part, with entries ≥ 0.
-            preconditioner: M⁻¹ for an M near A + δI; a solver that takes none ignores it, as it does a diagonal.
+            preconditioner: M⁻¹ for an M near A + δI. Solvers that do not use it, or the diagonal, ignore it.
 
         Returns:
-            The solution with its report. A failed solve returns its best iterate and says so.
+            The solution with its report. A failed solve returns its best iterate, and its status shows the failure.
 
         Raises:
             ArgumentError: b is not finite, or A(v) does not fit v.
@@ -97,7 +97,7 @@ class Solver(ABC):
         if not math.isfinite(size):
             raise ArgumentError(
                 f"the right-hand side must be finite; got NaN or infinity in {_tree.not_finite(b)[:5]}. "
-                "Look at the loss that it is the gradient of."
+                "Look at the loss whose gradient it is."
             )
         if size == 0.0:
             zero = Report(Status.CONVERGED, 0, 0, 0.0, damping=self.shift(memory) or None)
@@ -174,5 +174,5 @@ class Solver(ABC):
         """Solve ``system``, whose right-hand side has norm one, from zero, into newly allocated tensors."""
 
     def opening(self) -> "Solver":
-        """The solver for the first solve of a run of warm-started ones, which has nothing to start from."""
+        """The solver for the first solve of a warm-started run, which has no start."""
         return self

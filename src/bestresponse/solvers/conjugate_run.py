@@ -1,4 +1,4 @@
-"""What a run of conjugate gradient keeps beside its directions."""
+"""The state of a run of conjugate gradient besides its directions."""
 
 import math
 
@@ -11,35 +11,35 @@ from .system import Status, System
 
 
 class Run:
-    """The iterate, its residual (in the place of b), and the best of them; what was met on the way."""
+    """The iterate, its residual (stored in b), the best iterate, and the curvature met so far."""
 
     def __init__(self, system: System) -> None:
         self.x, self.r = _tree.zeros_like(system.b), system.b
         self.step = 0
         self.residual = self.smallest = 1.0
-        # What is known of the residual's norm, once it was computed from the iterate; None after a step.
+        # The residual's norm after it was computed from the iterate; None after a step.
         self.known: float | None = 1.0
         self.lowest, self.highest = math.inf, -math.inf
         self.status = Status.STEPS_USED
         self.pairs: list[Pair] = []
-        # The tridiagonal matrix of the Lanczos process in its factors: 1/α_j and β_j.
+        # The factors of the tridiagonal Lanczos matrix: 1/α_j and β_j.
         self.pivots: list[float] = []
         self.ratios: list[float] = []
         self._kept: Tree | None = None
         self._precision = 4.0 * min(torch.finfo(x.dtype).eps for x in system.b.values())
         self._eps = system.eps
-        # A bound on the norm of the solution, that of the start included.
+        # A bound on the norm of the solution, including the start.
         self._length = system.offset
         # Whether the coefficients are those of the Lanczos process.
         self.lanczos = True
-        # Rounding has moved the recurrence away from the residual: its directions are no longer conjugate.
+        # Whether rounding has moved the recurrence away from the residual: its directions are no longer conjugate.
         self.at_rounding = False
         # Whether the next direction is the residual itself.
         self.restarts = False
-        # Whether the residual has stopped to fall since it is at rounding.
+        # Whether the residual has stopped falling because it is at rounding.
         self.exhausted = False
         self._safe: tuple[Tree, float] | None = None
-        # The smallest and the largest pᵀ(A + δI)p by the norm that the preconditioner makes.
+        # The smallest and the largest pᵀ(A + δI)p, relative to the norm of the preconditioner.
         self._least, self._most = math.inf, 0.0
 
     def drift(self, damping: float) -> float:
@@ -49,8 +49,9 @@ class Run:
     def answer(self, failed: bool) -> tuple[Tree, float]:
         """The iterate to return, and its residual.
 
-        That is the last one, which is the best in the norm of A. Of a solve that failed it is the one of the
-        smallest residual; at rounding, where the last one may be any, the one of the smallest computed residual.
+        This is the last iterate, which is the best in the norm of A. After a failed solve it is the iterate with the
+        smallest residual. At rounding, where the last one is arbitrary, it is the one with the smallest computed
+        residual.
         """
         last = self.residual if self.known is None else self.known
         if self._safe is not None and (failed or self._safe[1] < last):
@@ -62,7 +63,7 @@ class Run:
     def accepts(self, along: float, square: float, damping: float, rz: float | None) -> bool:
         """Whether the curvature along a direction is positive, beyond rounding.
 
-        With a preconditioner rᵀz stands for pᵀp: it makes curvatures alike that lie far apart in A.
+        With a preconditioner rᵀz replaces pᵀp, since curvatures that lie far apart in A become similar.
         """
         if not math.isfinite(along) or not square > 0.0:
             self.status = Status.NOT_FINITE
@@ -74,7 +75,7 @@ class Run:
         self._least = min(earlier, scaled)
         rounding = self._precision * self._most
         if earlier <= rounding:
-            # A step was made along a curvature that now shows to be rounding: nothing of it can be trusted.
+            # A step followed a curvature that turns out to be rounding: its result cannot be trusted.
             self._kept, self.smallest = _tree.zeros_like(self.x), 1.0
         elif scaled > rounding:
             return True
@@ -82,7 +83,7 @@ class Run:
         return False
 
     def _tridiagonal(self) -> torch.Tensor | None:
-        """A + δI on the Krylov space, in the basis of Lanczos, from the coefficients of the iteration."""
+        """A + δI on the Krylov space, in the Lanczos basis, from the coefficients of the iteration."""
         size = len(self.pivots)
         before = [0.0, *(ratio * pivot for ratio, pivot in zip(self.ratios, self.pivots, strict=False))]
         diagonal = [pivot + more for pivot, more in zip(self.pivots, before, strict=False)]
@@ -105,7 +106,7 @@ class Run:
         return float(values[0]) - damping, float(values[-1]) - damping
 
     def stretch(self, damping: float) -> float | None:
-        """‖T⁻¹e₁ − (T + δI)⁻¹e₁‖ / ‖(T + δI)⁻¹e₁‖ with T = A on the Krylov space, which b is e₁ of."""
+        """‖T⁻¹e₁ − (T + δI)⁻¹e₁‖ / ‖(T + δI)⁻¹e₁‖ with T = A on the Krylov space, where b is e₁."""
         matrix = self._tridiagonal() if damping else None
         if matrix is None:
             return None
@@ -117,9 +118,9 @@ class Run:
         return float(torch.linalg.vector_norm(lengthened - damped) / torch.linalg.vector_norm(damped))
 
     def check(self, size: float, residual: Tree) -> bool:
-        """Take the residual that was computed, of whose norm ``size`` is known; whether to go on.
+        """Use the computed residual, with the known norm ``size``; return whether to continue.
 
-        Where rounding has moved the recurrence away from it, the directions begin anew, as long as the residual
+        If rounding has moved the recurrence away from it, the directions start again, as long as the residual
         halves from one such check to the next.
         """
         computed = _tree.norm(residual)
@@ -148,12 +149,12 @@ class Run:
         _tree.add_(self.x, p, step)
 
     def measure(self, p: Tree, step: float) -> bool:
-        """Measure the residual; keep the iterate before this one where it was the best."""
+        """Measure the residual; keep the iterate before this one if it was the best."""
         self.residual = _tree.norm(self.r)
         if self.residual <= self.smallest:
             self.smallest, self._kept = self.residual, None
         elif self._kept is None:
-            # The first iterate's predecessor is zero, exactly: a huge step would leave rounding in its place.
+            # The first iterate's predecessor is exactly zero: undoing a huge step would leave rounding instead.
             self._kept = _tree.zeros_like(p) if self.step == 1 else _tree.add(self.x, p, -step)
         if not math.isfinite(self.residual):
             self.status = Status.NOT_FINITE

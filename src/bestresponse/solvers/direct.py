@@ -1,4 +1,4 @@
-"""The two ends: the inverse taken as the identity, and the dense inverse."""
+"""The two extremes: the identity as the inverse, and the dense inverse."""
 
 import math
 import warnings
@@ -13,16 +13,16 @@ from ..errors import ArgumentError, BestResponseWarning, require, require_intege
 from .base import Solver
 from .system import Product, Report, Solution, Status, System, no_unique_answer
 
-# What an answer may leave of the right-hand side, and what a least-squares solution leaves of one that has a solution.
+# The relative residual that an answer may have, and that a least-squares solution has if the system has a solution.
 _LEFT, _SOLVED = 1e-2, 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class Identity(Solver):
-    """x = b: the inverse curvature is taken as the identity, at no product.
+    """x = b: the identity replaces the inverse curvature, at no product.
 
-    This is the "T1 − T2" method; its hypergradient has the right sign where A is near a multiple of
-    the identity, and no right size.
+    This is the "T1 − T2" method. Its hypergradient has the right sign if A is near a multiple of
+    the identity, but not the right size.
 
     Reference: Luketina, Berglund, Greff and Raiko (2016).
     """
@@ -33,11 +33,11 @@ class Identity(Solver):
 
 @dataclass(frozen=True, eq=False)
 class Exact(Solver):
-    """x = (A + δI)⁻¹ b from the dense A, one product a column; for small systems and for tests.
+    """x = (A + δI)⁻¹ b from the dense A, with one product for each column; for small systems and for tests.
 
-    The matrix is made symmetric and taken apart by eigenvalues in float64. Eigenvalues within rounding
+    The matrix is made symmetric and decomposed into eigenvalues in float64. Eigenvalues within rounding
     of zero (4 ε √n of the largest) are left out: a singular system gets the least-squares solution of
-    smallest norm, and a warning that names the rank. Where that leaves more than a hundredth of the
+    smallest norm, and a warning that names the rank. If its residual is more than a hundredth of the
     right-hand side, since there is no solution or A is not symmetric, the status is *diverged*.
 
     Args:
@@ -70,11 +70,11 @@ class Exact(Solver):
         if not bool(torch.isfinite(matrix := dense(system.A, system.b)).all()):
             zero = _tree.zeros_like(system.b)
             return Solution(zero, Report(Status.NOT_FINITE, products=n, steps=0, residual=1.0))
-        # A weight whose gradient no other moves, by decree (the row of a padding index), moves no other's either.
+        # A weight whose gradient no other weight changes (the row of a padding index) must not change others either.
         apart = ~(matrix - torch.diag(matrix.diag())).any(dim=1)
         matrix[:, apart] = torch.diag(matrix.diag())[:, apart]
         b = flat_b.double()
-        # A weight that moves none, that none moves and that b does not ask for is no part of the system.
+        # A weight with a zero row, a zero column and a zero entry of b is not part of the system.
         part = matrix.any(dim=0) | matrix.any(dim=1) | (b != 0)
         matrix, b = matrix[part][:, part], b[part]
         size = len(b)
@@ -91,13 +91,13 @@ class Exact(Solver):
             detail = f"rank {rank} of {size}: the least-squares solution of smallest norm"
             warnings.warn(
                 f"Exact needs an invertible curvature; got {detail}. Add damping or a regulariser "
-                "where that is not what you want.",
+                "if you do not want that solution.",
                 BestResponseWarning,
                 stacklevel=2,
             )
         x = x.to(flat_b.dtype).double()  # as it is returned
         residual = float(torch.linalg.vector_norm(b - matrix @ x - self.damping * x))
-        # The rounding of x, once more where it is scaled, has about this residual.
+        # Rounding of x, and again when x is scaled, gives about this residual.
         residual = max(residual, 0.5 * system.eps * float(torch.linalg.matrix_norm(matrix * x)))
         status = Status.CONVERGED
         if residual > max(_LEFT, 4.0 * system.eps):

@@ -1,4 +1,4 @@
-"""Minimal residuals with every basis vector kept: for curvatures that are not symmetric."""
+"""Minimal residuals that keep every basis vector: for curvatures that are not symmetric."""
 
 import math
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from .system import Product, System, add_damping
 
 @dataclass(frozen=True, eq=False)
 class GMRES(MinimalResidual):
-    """Solve (A + δI) x = b by minimal residuals with every basis vector kept, for an A that need not be symmetric.
+    """Solve (A + δI) x = b by minimal residuals that keep every basis vector, for an A that need not be symmetric.
 
-    The same iterates as `MINRES` where A is symmetric and arithmetic exact. It keeps a vector for each step, and in
-    return neither rounding nor an A that is not quite symmetric (differences of gradients, low precision) cost it its
-    orthogonality. It gives A⁻¹b, where the other solvers' theory has A = Aᵀ.
+    The iterates are those of `MINRES` if A is symmetric and arithmetic exact. It keeps a vector for each step. In
+    return it stays orthogonal in spite of rounding or an A that is not quite symmetric (differences of gradients, low
+    precision). It gives A⁻¹b, whereas the theory of the other solvers assumes A = Aᵀ.
 
     Args:
         max_steps: the largest number of steps, and of vectors kept; ≥ 1.
@@ -64,7 +64,7 @@ class GMRES(MinimalResidual):
         square = matrix[:-1]
         sizes = torch.linalg.svdvals(square)
         null = float(sizes[-1]) <= math.sqrt(system.eps) * float(sizes[0])
-        # Without the singular values that are rounding no more can be had.
+        # Without the singular values that are rounding, the residual cannot fall further.
         exhausted = residual > goal and null and (invariant or within)
         if precondition is not None:  # the matrix is that of A M⁻¹
             yield Cycle(_tree.copy(precondition(x)), residual, 0.0, len(columns), exhausted, [])
@@ -83,7 +83,7 @@ def _hessenberg(columns: list[list[float]]) -> torch.Tensor:
 def _least_squares(matrix: torch.Tensor, eps: float) -> tuple[float, torch.Tensor]:
     """The smallest ‖e₁ − H y‖, and a y for it; singular values of H that are rounding are left out.
 
-    Those below √ε of the largest too, where the residual is no larger without them: they would only make y long.
+    Singular values below √ε of the largest are left out too if the residual does not grow: they only make y long.
     """
     first = torch.zeros(len(matrix), dtype=torch.float64)
     first[0] = 1.0
@@ -93,7 +93,7 @@ def _least_squares(matrix: torch.Tensor, eps: float) -> tuple[float, torch.Tenso
 
 
 class _Rotations:
-    """The Givens rotations that make H triangular: they tell the smallest ‖e₁ − H y‖ after each column."""
+    """The Givens rotations that make H triangular; they give the smallest ‖e₁ − H y‖ after each column."""
 
     def __init__(self) -> None:
         self._rotations: list[tuple[float, float]] = []

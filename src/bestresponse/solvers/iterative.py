@@ -1,4 +1,4 @@
-"""Solvers of as many steps as a tolerance asks for."""
+"""Solvers that stop at a tolerance."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ Tolerance = float | Callable[[int], float]
 
 @dataclass(frozen=True, eq=False)
 class Iterative(Solver):
-    """A solver that stops at a relative residual, or after so many steps.
+    """A solver that stops at a relative residual, or after a number of steps.
 
-    With a function as ``tolerance``, each solve asks it for the number: the argument is the number of solves before,
-    which `Solution.memory` carries.
+    If ``tolerance`` is a function, each solve calls it with the number of earlier solves, which `Solution.memory`
+    stores.
     """
 
     max_steps: int = 20
@@ -57,6 +57,6 @@ class Iterative(Solver):
 
     @property
     def relative_residual(self) -> float:
-        """The tolerance of this solve, in which `solve` has put a number in the place of a function."""
+        """The tolerance of this solve; `solve` has replaced a function by its number."""
         assert not callable(self.tolerance)
         return self.tolerance

@@ -1,4 +1,4 @@
-"""Conjugate gradient, with what published hypergradient libraries leave out."""
+"""Conjugate gradient, with the safeguards that published hypergradient libraries leave out."""
 
 import math
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ _CHECK_EVERY = 10
 _RUNAWAY = 100.0
 _FIRST_DAMPING = 1e-4
 _RAISE = 10.0
-# The share of the largest curvature that the damping falls to, in a run of warm-started solves on systems of which
-# the last solution says nothing. Batches of fewer examples than weights have a null space, which a solve with less
-# damping follows to its end.
+# The damping, as a share of the largest curvature, in a warm-started run whose last solution says nothing about the
+# next system. Batches with fewer examples than weights have a null space, which a solve with less damping follows
+# to its end.
 _UNSEEN_DAMPING, _UNSEEN_MEMORY = 1.5e-2, 0.7
 _UNDERDAMPED = (Status.NEGATIVE_CURVATURE, Status.DIVERGED)
 _RAISES = 5
-# The first of a run of warm-started solves goes on up to so many steps, while the residual falls and is above this.
+# The first solve of a warm-started run makes up to so many steps, while the residual falls and is above this value.
 _FIRST_STEPS, _FIRST_RESIDUAL = 20, 0.1
 
 
@@ -42,14 +42,14 @@ class ConjugateGradient(Iterative):
     """Solve (A + δI) x = b by conjugate gradient, for a positive definite A + δI.
 
     It stops when ‖b − (A + δI) x‖ ≤ tolerance · ‖b‖, at ``max_steps``, or at the first direction p
-    with pᵀ(A + δI)p ≤ 0, where the method has no meaning: then it returns the best iterate by residual
-    with the status *negative curvature*. After ``max_steps`` the last iterate is returned, unless its
-    residual is above a hundred times that of zero, which is *diverged*, with the best iterate.
+    with pᵀ(A + δI)p ≤ 0, where the method is not defined: then it returns the iterate with the smallest residual
+    and the status *negative curvature*. After ``max_steps`` it returns the last iterate. If the residual of that
+    is above a hundred times that of zero, the status is *diverged*, and it returns the best iterate.
 
     Every ten steps, and wherever the recurrence has met the tolerance or may be rounding, the residual is computed
-    from x, which costs a product. Where rounding has moved the recurrence away from it the directions begin anew, as
-    long as the computed residual halves from one check to the next; then the iterate with the smallest one is
-    returned: more steps would only add rounding.
+    from x, which costs a product. If rounding has moved the recurrence away from it, the directions start again, as
+    long as the computed residual halves from one check to the next. After that the iterate with the smallest residual
+    is returned, since more steps would only add rounding.
 
     Args:
         max_steps: the largest number of steps, one product each; ≥ 1.
@@ -58,17 +58,17 @@ class ConjugateGradient(Iterative):
         damping: δ ≥ 0. None chooses it, and the report has the value: 1e-4 of the curvature along the first
             right-hand side, raised tenfold (and above the negative curvature that was met) each time a solve meets
             negative curvature or diverges, after which the solve begins again; halved after each solve that does
-            neither, but not below (1e-4 + 0.015 ρ) of the largest curvature. ρ ≤ 1 is a running mean of the share of
-            a warm start's squared residual that its own system had not left: how little the last solution says of the
-            next system.
+            neither, but not below (1e-4 + 0.015 ρ) of the largest curvature. ρ ≤ 1 measures how little the last
+            solution says about the next system: it is a running mean of the share of a warm start's squared residual
+            that its own system had not left.
         recycle: the number r of pairs (p, A p) of earlier solves to keep, 2 r vectors, as a
-            limited-memory quasi-Newton preconditioner; 0 keeps none. It pays where successive systems
+            limited-memory quasi-Newton preconditioner; 0 keeps none. It helps if successive systems
             change little, as with full batches.
-        diagonal: precondition with the diagonal that the problem knows (a weight decay knows its own),
-            where it knows one. With ``recycle`` it is the initial matrix.
+        diagonal: whether to precondition with the diagonal that the problem knows, if any (a weight decay knows
+            its own). With ``recycle`` it is the initial matrix.
         preconditioner: M⁻¹ as a function r ↦ M⁻¹ r of dicts of tensors, symmetric and positive definite; or a
             curvature with an inverse, such as `KFAC`, which `bestresponse.Implicit` takes at the weights and the
-            batch of each call; a first solve that has yet to choose its damping goes without that. With
+            batch of each call. A first solve that has not chosen its damping yet does not use that inverse. With
             ``recycle`` it is the initial matrix.
 
     Reference: Hestenes and Stiefel (1952); for hypergradients, and tolerances that shrink, Pedregosa (2016); for
@@ -123,13 +123,13 @@ class ConjugateGradient(Iterative):
     ) -> Solution:
         if self.damping is not None:
             return super().attempt(A, b, size, start, memory, **known)
-        # A start is a solution under the damping that came with it; without that it says nothing.
+        # A start is a solution for the damping stored with it; without that damping it is useless.
         start = start if "damping" in memory else None
         solution = super().attempt(A, b, size, start, memory, **known)
         for _ in range(_RAISES):
             if solution.report.status not in _UNDERDAMPED:
                 break
-            # A start that an indefinite system made is worth nothing to the one with more damping.
+            # A start from an indefinite system is useless for the system with more damping.
             solution = super().attempt(A, b, size, None, solution.memory, **known)
             raised = "the damping was raised: there was negative curvature, or hardly any"
             detail = "; ".join(filter(None, (raised, solution.report.detail)))
@@ -170,13 +170,13 @@ class ConjugateGradient(Iterative):
         return self._finish(run, system, damping or 0.0, goal)
 
     def _must_compute(self, run: Run, goal: float, damping: float) -> bool:
-        """Whether to compute the residual: now and then, and wherever the recurrence may be rounding."""
+        """Whether to compute the residual: at regular intervals, and wherever the recurrence may be rounding."""
         last = run.step == self.max_steps
         now_and_then = run.at_rounding if last else run.step % _CHECK_EVERY == 0
         return now_and_then or run.residual <= max(goal, 10.0 * run.drift(damping))
 
     def _direction(self, run: Run, z: Tree, p: Tree | None, previous: float) -> tuple[Tree, float]:
-        """The next direction, conjugate to the last one ``p``, in its place; and rᵀz."""
+        """The next direction, conjugate to the last one ``p`` and written over it; and rᵀz."""
         rz = run.residual**2 if z is run.r else _tree.dot(run.r, z)
         if p is None:
             return _tree.copy(z), rz
@@ -188,7 +188,7 @@ class ConjugateGradient(Iterative):
         return run.residual > goal and run.step < self.max_steps
 
     def _preconditioner(self, system: System, damping: float | None) -> Product:
-        """The same for the whole solve. A solve that has yet to choose its damping has none."""
+        """The preconditioner for the whole solve; None for a solve that has not chosen its damping yet."""
         diagonal = system.diagonal if self.diagonal else None
         initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
         if self.preconditioner is not None:
@@ -240,7 +240,7 @@ class ConjugateGradient(Iterative):
         return Solution(x, report, self._memory(run, system, damping, report), left, stretch)
 
     def _memory(self, run: Run, system: System, damping: float, report: Report) -> dict[str, Any]:
-        """What the next solve starts from: pairs, and the damping that it takes."""
+        """The memory for the next solve: pairs, and the next damping."""
         memory = dict(system.memory)
         if self.recycle and not report.status.failed:
             memory["pairs"] = [*_kept_pairs(system), *run.pairs][-self.recycle :]
@@ -257,7 +257,7 @@ class ConjugateGradient(Iterative):
 
 @dataclass(frozen=True, eq=False)
 class _Opening(ConjugateGradient):
-    """Its own steps, and more while the residual falls, from below zero's to a tenth of that."""
+    """Its own steps, and more while the residual is between a tenth of zero's and zero's, and falls."""
 
     least: int = 0
 
@@ -269,8 +269,8 @@ class _Opening(ConjugateGradient):
 def _unseen(system: System, memory: dict[str, Any]) -> float:
     """A running mean, from 0 to 1, of the share of a start's squared residual that its own system had not left.
 
-    Zero where systems do not change, whatever a few steps leave of them; one where the last solution says nothing of
-    the next system.
+    Zero if systems do not change, however large the residual after a few steps; one if the last solution says nothing
+    about the next system.
     """
     start = 1.0 / system.target if system.dropped is None else system.dropped
     if "left" in memory and (system.offset or system.dropped is not None):
@@ -281,7 +281,7 @@ def _unseen(system: System, memory: dict[str, Any]) -> float:
 
 
 def _kept_pairs(system: System) -> list[Pair]:
-    """The pairs of earlier solves, unless the weights have changed their number, precision or place."""
+    """The pairs of earlier solves, unless the number, precision or device of the weights has changed."""
     pairs: list[Pair] = system.memory.get("pairs", [])
     n, dtype = _tree.size(system.b), _tree.vector_dtype(system.b)
     device = next(iter(system.b.values())).device

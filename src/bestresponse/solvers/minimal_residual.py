@@ -16,7 +16,7 @@ from .iterative import Iterative
 from .preconditioning import check_preconditioner, given_preconditioner, source_of
 from .system import Product, Report, Solution, Status, System, add_damping, no_unique_answer
 
-# What a solve may leave of the right-hand side and still count as one, as for the dense inverse.
+# The largest relative residual of a solution, as for the dense inverse.
 _LEFT = 1e-2
 _CHECK_EVERY = 10
 
@@ -26,12 +26,12 @@ class Cycle:
     """One run of the iteration from zero, on a right-hand side of norm one.
 
     Attributes:
-        x: its last iterate.
+        x: the last iterate.
         residual: the norm of the residual by the recurrence; NaN where a product was not finite.
-        norm: of A + δI, as far as the iteration has met it; zero where it is preconditioned.
-        steps: the steps that it made.
-        exhausted: whether no further step can bring the residual down: a least-squares solution.
-        ritz: the eigenvalues of A on the Krylov space, in rising order; none where it is preconditioned.
+        norm: the norm of A + δI, as far as the iteration has seen it; zero with a preconditioner.
+        steps: the number of steps.
+        exhausted: whether no further step can reduce the residual: x is a least-squares solution.
+        ritz: the eigenvalues of A on the Krylov space, in rising order; none with a preconditioner.
     """
 
     x: Tree
@@ -44,11 +44,11 @@ class Cycle:
 
 @dataclass(frozen=True, eq=False)
 class MinimalResidual(Iterative):
-    """What MINRES and GMRES share: arguments, restarts from computed residuals, and the report.
+    """The common part of MINRES and GMRES: arguments, restarts from computed residuals, and the report.
 
-    A subclass writes `cycle`. What a cycle has come to is judged by a computed residual. Where rounding has kept that
-    larger than the recurrence has it, the next cycle starts from it. So the residual falls from cycle to cycle, and
-    none is reported that rounding can have made.
+    A subclass writes `cycle`. A computed residual judges the result of each cycle. If rounding makes it
+    larger than the residual of the recurrence, the next cycle starts from it. So the residual falls from cycle to
+    cycle, and no reported residual is the product of rounding.
     """
 
     damping: float = 0.0
@@ -74,7 +74,7 @@ class MinimalResidual(Iterative):
     def cycle(
         self, system: System, b: Tree, goal: float, limit: int, precondition: Product | None
     ) -> Iterator[Cycle]:
-        """At most ``limit`` steps on (A + δI) x = b, where ‖b‖ = 1: what they came to, now and then and at the end."""
+        """At most ``limit`` steps on (A + δI) x = b, where ‖b‖ = 1: their results at intervals and at the end."""
 
     def iterate(self, system: System) -> Solution:
         goal = system.target * self.relative_residual
@@ -84,7 +84,7 @@ class MinimalResidual(Iterative):
         ritz: list[float] = []
         while size > goal and steps < self.max_steps and falls and not exhausted and not status.failed:
             unit = 1.0 if steps == 0 else _tree.norm(left)
-            if unit <= goal:  # what is known to be left is rounding
+            if unit <= goal:  # the remaining residual is known to be rounding
                 falls = False
                 break
             b = left if steps == 0 else _tree.scale(left, 1.0 / unit)
@@ -136,11 +136,12 @@ class MINRES(MinimalResidual):
 
         x_k = argmin ‖b − (A + δI) x‖  over  span{b, A b, …, A^{k−1} b}
 
-    The residual never grows. Six vectors more than the solution, whatever the steps; one product each, and one each ten
-    steps and at the end for the residual. Where A is singular the answer is a least-squares solution: the solve
-    ends where ‖(A + δI) r‖ and rᵀ(A + δI) r are rounding, since further steps would only add more of it. One that
-    leaves more than a hundredth of b is *diverged*, since there is no solution. At weights that are no minimum of the
-    training loss, the answer is A⁻¹b all the same, and the report names the negative curvature.
+    The residual never grows. It keeps six vectors besides the solution, for any number of steps. Each step costs one
+    product, and the residual one more every ten steps and at the end. If A is singular the answer is a least-squares
+    solution: the solve ends when ‖(A + δI) r‖ and rᵀ(A + δI) r are rounding, since further steps would only add
+    rounding. If its residual is more than a hundredth of b, there is no solution and the status is *diverged*. At
+    weights that are not a minimum of the training loss, the answer is still A⁻¹b, and the report names the negative
+    curvature.
 
     Args:
         max_steps: the largest number of steps; ≥ 1.
@@ -167,7 +168,7 @@ class MINRES(MinimalResidual):
 
         def so_far() -> Cycle:
             ritz = [] if precondition is not None else self._ritz(alphas, betas)
-            # An invariant space without a solution has an eigenvalue of zero; else rounding is what is left.
+            # An invariant space without a solution has an eigenvalue of zero; otherwise the remainder is rounding.
             null = (
                 bool(ritz)
                 and min(abs(value + self.damping) for value in ritz) <= math.sqrt(system.eps) * norm
@@ -188,7 +189,7 @@ class MINRES(MinimalResidual):
             norm = max(norm, math.hypot(beta, alpha, after))
             delta, gamma_bar = c * delta_bar + s * alpha, s * delta_bar - c * alpha
             old_epsilon, epsilon, delta_bar = epsilon, s * after, -c * after
-            # Of the residual r before this step, ‖(A + δI) r‖ / ‖r‖ and rᵀ(A + δI) r / ‖r‖²: both are rounding at a
+            # For the residual r before this step, ‖(A + δI) r‖ / ‖r‖ and rᵀ(A + δI) r / ‖r‖²: both are rounding at a
             # least-squares solution. At one small eigenvalue the second is not.
             slope, quotient = math.hypot(gamma_bar, delta_bar), abs(c * gamma_bar)
             exhausted = slope <= math.sqrt(system.eps) * norm and quotient <= 10.0 * system.eps * norm
@@ -197,7 +198,7 @@ class MINRES(MinimalResidual):
             gamma = math.hypot(gamma_bar, after)
             least = min(least, gamma)
             # Short recurrences lose the residual by a multiple of ε κ² (Sleijpen, van der Vorst and Modersitzki, 2000):
-            # what there is before such a step is kept.
+            # the iterate before such a step is kept.
             if math.sqrt(len(alphas)) * system.eps * (norm / least) ** 2 > 0.3 * phi / size:
                 yield so_far()
             c, s = gamma_bar / gamma, after / gamma
@@ -224,7 +225,7 @@ class MINRES(MinimalResidual):
 
 
 def _lanczos_vectors(y: Tree, precondition: Product | None) -> tuple[Tree, Tree, float]:
-    """Y over its norm √(yᵀM⁻¹y), M⁻¹ of that, and the norm. Without a preconditioner both are one tree."""
+    """The vector y divided by √(yᵀM⁻¹y), M⁻¹ times it, and that norm. Without M⁻¹ both are one tree."""
     if precondition is None:
         size = _tree.norm(y)
         u = _tree.scale_(y, 1.0 / size) if size > 0.0 else y

@@ -10,12 +10,12 @@ from ..errors import require, require_integer, require_number
 from .base import Solver, Wants
 from .system import Report, Solution, Status, System
 
-# Terms of a convergent series never grow in norm. Those of one that turns slowly (a small negative
-# eigenvalue, say) may grow a little within a few terms and still be what the user asked for.
+# Terms of a convergent series never grow in norm. Terms of a series that diverges slowly (for example with a small
+# negative eigenvalue) may grow a little within a few terms and still be useful.
 _GROWTH = 2.0
 _REFRESH = 2
 _LOWERINGS = 20
-# What a series whose terms have vanished may leave of the right-hand side.
+# The largest relative residual of a series whose terms have vanished.
 _LEFT = 1e-2
 
 
@@ -23,20 +23,20 @@ _LEFT = 1e-2
 class Neumann(Solver):
     """x_i = α Σ_{j=0..i} (I − αA)ʲ b, with i = ``terms`` products: Algorithm 3 of the paper.
 
-    It tends to A⁻¹b where every eigenvalue of A lies in (0, 2/α); elsewhere it diverges. The factor α
+    It converges to A⁻¹b if every eigenvalue of A lies in (0, 2/α); otherwise it diverges. The factor α
     is part of the answer (the paper's listing leaves it out). ``terms=0`` is α b.
 
-    Growth of the terms is watched: a term of more than twice the smallest one's norm ends the series
-    as *diverged*, or as *negative curvature* where that is the reason, with the best iterate. A scale
-    of the solver's own is halved first, or lowered to what the growing term tells, and the series begun
-    again.
+    The solver watches the size of the terms. A term of more than twice the smallest one's norm ends the series
+    as *diverged*, or as *negative curvature* if that is the reason, and the best iterate is returned. If the solver
+    chose the scale, it first halves it, or lowers it to the value that the growing term implies, and starts the
+    series again.
 
     Args:
         terms: i, the number of products; ≥ 0.
         scale: α > 0, the step of the gradient descent that the series stands for. None takes
-            1 / λ_max, estimated with eight power-iteration products at first and two each later
+            1 / λ_max, estimated with eight power-iteration products at first and two in each later
             call, from the last estimate's vector and the new right-hand side.
-        fresh_batches: whether each product takes the next batch of the training `Batches` in place of
+        fresh_batches: whether each product takes the next batch of the training `Batches` instead of
             their mean, as LiSSA does: x is then an estimate of A⁻¹b, whose mean over the batches' draw is
             that of the series. The mixed term is that of all batches.
 

@@ -20,9 +20,9 @@ class Nystrom(Solver):
 
         Â = Y (Ωᵀ Y)⁺ Yᵀ,    Y = A Ω,  Ω: orthonormal [n, rank]
 
-    Its products do not depend on one another, and how well it does depends on the number of large eigenvalues of A and
-    not on how far apart they lie: it suits a curvature with a few large eigenvalues and a damping that stands for the
-    rest. ``rank`` products, and one for the residual that the report tells; 3 · rank vectors. At full rank it is the
+    Its products do not depend on one another. Its accuracy depends on the number of large eigenvalues of A, not on
+    their spread: it suits a curvature with a few large eigenvalues and a damping that represents the
+    rest. It costs ``rank`` products, one more for the reported residual, and 3 · rank vectors. At full rank it is the
     exact solve. The random vectors are the same in each solve.
 
     Args:

@@ -1,4 +1,4 @@
-"""Preconditioners: a function or a curvature's inverse, a known diagonal, and the curvature that earlier solves met."""
+"""Preconditioners: a function, a curvature's inverse, a known diagonal, and pairs from earlier solves."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def check_preconditioner(owner: str, preconditioner: object) -> None:
 
 
 def source_of(preconditioner: object) -> MakesPreconditioner | None:
-    """The curvature whose inverse is wanted; None where a solver has a function or nothing."""
+    """The curvature whose inverse a solver needs; None if it has a function or nothing."""
     return preconditioner if isinstance(preconditioner, MakesPreconditioner) else None
 
 
@@ -76,7 +76,7 @@ def checked(preconditioner: Product) -> Product:
 
 
 def diagonal_inverse(diagonal: Tree, damping: float) -> Product:
-    """Maps r to M⁻¹ r with M = diag|d| + δ; where there is no damping, the mean of d stands for it."""
+    """Maps r to M⁻¹ r with M = diag|d| + δ; without damping, the mean of d replaces δ."""
     size = {name: d.detach().abs() for name, d in diagonal.items()}
     shift = damping or sum(float(d.sum()) for d in size.values()) / _tree.size(size) or 1.0
     inverse = {name: 1.0 / (d + shift) for name, d in size.items()}
@@ -88,7 +88,7 @@ def quasi_newton(pairs: Sequence[Pair], initial: Product | None) -> Product:
 
         H_j = (I − s yᵀ) H_{j−1} (I − y sᵀ) + s sᵀ,    newest pair last; H₀ is ``initial`` or sᵀy/yᵀy · I
 
-    H is positive definite, and H y = s for the newest pair. A sum of the pairs' storage and four vectors.
+    H is positive definite, and H y = s for the newest pair. It needs the pairs' storage and four vectors.
 
     Reference: Morales and Nocedal (2000); Nocedal and Wright, Numerical Optimization, algorithm 7.4.
     """

@@ -1,4 +1,4 @@
-"""A linear system solved along a run, a step of stochastic gradient descent at a time."""
+"""A linear system solved along a run, by single steps of stochastic gradient descent."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..errors import require, require_integer, require_number
 from .base import Solver, Wants
 from .system import Report, Solution, Status, System
 
-# A residual that grows by more within a call has left every step size that converges.
+# If the residual grows by more within a call, the step size is too large to converge.
 _GROWTH = 2.0
 
 
@@ -18,18 +18,18 @@ _GROWTH = 2.0
 class SOBA(Solver):
     """x ← x − ρ_k (A_k x − b_k), a few steps a call, from the solution of the last call: single-loop optimisation.
 
-    A_k and b_k are those of the call's batches, so that along a run it is stochastic gradient descent on
+    A_k and b_k are those of the call's batches, so along a run it is stochastic gradient descent on
     ½ xᵀA x − bᵀx. It is meant for ``Implicit(SOBA(), warm_start=True)`` with one weight step for each hyper-step. A
-    start is kept whatever its residual on the present batch, up to a hundred times that of zero. From zero it is
+    start is kept unless its residual on the present batch exceeds a hundred times that of zero. From zero it is
     the series ``Neumann(steps - 1, scale=ρ)``.
 
     Args:
-        steps: steps a call; ≥ 1. The first takes the residual of the start, so that it costs a product where there
-            is one; each other costs one.
+        steps: the number of steps in a call; ≥ 1. Each step costs a product; the first one is free without a start,
+            since it uses the start's residual.
         step_size: ρ > 0. None takes 0.5 / λ_max, estimated with eight power-iteration products at first and one
-            each later call.
-        decay: c ≥ 0 in ρ_k = ρ / (1 + c k), where k counts the steps of the run. Zero keeps a constant step, whose
-            error stays at a level that the noise of the batches sets.
+            in each later call.
+        decay: c ≥ 0 in ρ_k = ρ / (1 + c k), where k counts the steps of the run. Zero keeps a constant step; the
+            error then stays at a level set by the noise of the batches.
         fresh_batches: whether each step takes the next of the training `Batches` for its product.
 
     Reference: Dagréou, Ablin, Vaiter and Moreau (2022), the stochastic bilevel algorithm SOBA.
@@ -74,7 +74,7 @@ class SOBA(Solver):
         for step in range(self.steps):
             rate = step_size / (1.0 + self.decay * memory["count"])
             if step:
-                # Another batch has another residual of the whole of x.
+                # With another batch, the residual of the whole x changes.
                 r = (
                     system.residual(x, 0.0, 1.0)
                     if self.fresh_batches

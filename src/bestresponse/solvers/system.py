@@ -1,4 +1,4 @@
-"""What a solver is given and what it gives: a system, and a solution with its report."""
+"""The input and output of a solver: a system, and a solution with its report."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from .._tree import Tree
 from ..errors import ArgumentError
 
 Product = Callable[[Tree], Tree]
-# Products of the first estimate of the largest curvature.
+# The number of products in the first estimate of the largest curvature.
 _FIRST_ESTIMATE = 8
 
 
@@ -44,36 +44,34 @@ class Status(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether the answer should not be used without a second look. Reaching a limit is not failing."""
+        """Whether the answer needs a second look before use. Reaching a limit is not a failure."""
         return self not in (Status.CONVERGED, Status.STEPS_USED)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a solve cost, and how far it came.
+    """The cost of a solve, and how far it converged.
 
     Attributes:
         status: how it ended.
-        products: every product with A, those of residual checks and scale estimates included.
+        products: the number of products with A, including residual checks and scale estimates.
         steps: iterations of the algorithm itself.
-        residual: ‖b − A x‖ / ‖b‖ of the system that was solved (the damped one where there is a
-            damping). It is computed from x by a product, or it is the iteration's own where rounding can
-            have moved that by a tenth at most; None where it is neither. For `Neumann` and `SOBA` it is
-            that of the iterate before the one that is returned.
+        residual: ‖b − A x‖ / ‖b‖ of the system that was solved (with its damping). It is computed from x by a
+            product, or it is the iteration's own residual if rounding can have moved that by a tenth at most; None
+            otherwise. For `Neumann` and `SOBA` it is the residual of the iterate before the returned one.
         warm: whether the solve started from an earlier solution.
         scale: the step α of a Neumann series.
         damping: the δ in (A + δI) x = b.
         curvature: the smallest and the largest curvature that the solve met, without damping: Ritz values
-            of A from conjugate gradient; vᵀA v / vᵀv of its vectors v where it is preconditioned, and from a
+            of A from conjugate gradient; vᵀA v / vᵀv of the solver's vectors v with a preconditioner, and from a
             Neumann series.
         hypergradient_error: an estimate of ‖h − h*‖ / ‖h*‖, where h* is the hypergradient of the exact
-            solve of the system that was solved, the damped one where there is a damping;
-            `bestresponse.Implicit` fills it in. None where it is not known.
-            From below where b lies along large curvatures and the answer along small ones.
-        damping_effect: an estimate of ‖h* − h₀‖ / ‖h₀‖, where h₀ is that of the exact solve without damping:
-            how far the damping moved the answer. `bestresponse.Implicit` fills it in. From below: it sees the
-            curvatures that the solve has met. None where there is no damping, or negative curvature.
-        detail: what happened, in words, where there is something to say.
+            solve of the same system, with its damping; `bestresponse.Implicit` sets it. None if it is not known.
+            It is too low if b lies along large curvatures and the answer along small ones.
+        damping_effect: an estimate of ‖h* − h₀‖ / ‖h₀‖, where h₀ is the hypergradient of the exact solve without
+            damping: how far the damping moved the answer. `bestresponse.Implicit` sets it. It is a low estimate, since
+            it sees only the curvatures that the solve has met. None without damping, or with negative curvature.
+        detail: a note on what happened, as text; empty if there is none.
     """
 
     status: Status
@@ -96,7 +94,7 @@ class Report:
         return is_indefinite(*self.curvature)
 
     def lines(self) -> list[tuple[str, str]]:
-        """What there is to tell beside the status, as pairs of name and value."""
+        """The contents of the report besides the status, as pairs of name and value."""
         values: list[tuple[str, str | None]] = [
             ("products", str(self.products)),
             ("relative residual", _short(self.residual)),
@@ -120,11 +118,11 @@ def _short(value: float | None) -> str | None:
 
 @dataclass(frozen=True)
 class Solution:
-    """The solution x, the report, and what a later solve of a similar system may start from.
+    """The solution x, the report, and the memory for a later solve of a similar system.
 
     Attributes:
-        residual: b − (A + δI) x where the solver has it, as `Report.residual` has its norm; else None.
-        stretch: ‖A⁻¹b − (A + δI)⁻¹b‖ / ‖(A + δI)⁻¹b‖ on the Krylov space of b, where the solver has it; else None.
+        residual: b − (A + δI) x if the solver has it; `Report.residual` has its norm. Else None.
+        stretch: ‖A⁻¹b − (A + δI)⁻¹b‖ / ‖(A + δI)⁻¹b‖ on the Krylov space of b if the solver has it; else None.
     """
 
     x: Tree
@@ -140,14 +138,14 @@ class System:
 
     Attributes:
         A: the product, which counts its calls.
-        b: the right-hand side; it is the solver's to overwrite.
-        residual: x, δ ↦ b − (A + δI) x, computed anew from what the caller gave, at one product, which may take
+        b: the right-hand side; the solver may overwrite it.
+        residual: x, δ ↦ b − (A + δI) x, computed from the caller's arguments at one product, which may use
             the part x / p and multiply by p.
         target: turns a tolerance relative to the caller's right-hand side into one relative to this
-            ``b``, which is the first residual where the solve starts warm.
+            ``b``, which is the first residual after a warm start.
         offset: the norm of the start, in units of the solution of this system.
         diagonal, preconditioner, memory: as given to `Solver.solve`.
-        dropped: the residual, in units of that of zero, of a start that was dropped; None where there was none.
+        dropped: the residual, in units of that of zero, of a start that was dropped; None if no start was dropped.
         eps: the largest relative precision among b's dtypes.
     """
 
@@ -166,11 +164,11 @@ class System:
         return max(torch.finfo(x.dtype).eps for x in self.b.values())
 
     def compute(self, x: Tree, damping: float, floor: float, goal: float) -> tuple[float, Tree]:
-        """The residual of x at one product, and what is known of its norm.
+        """The residual of x at one product, and a reliable value of its norm.
 
-        Below ``floor``, about ε ‖A + δI‖ ‖x‖, it may be the product's own rounding. Where that is too coarse to tell
-        whether the goal is met, a second product, of a third of x, rounds in another way: then the largest of both
-        residuals and of their difference is known.
+        Below ``floor``, about ε ‖A + δI‖ ‖x‖, the residual may be rounding of the product. If that is too coarse to
+        decide whether the goal is met, a second product, of a third of x, rounds differently. The norm is then the
+        largest of both residuals and of their difference.
         """
         left = self.residual(x, damping, 1.0)
         size = _tree.norm(left)
@@ -182,9 +180,9 @@ class System:
         return size, left
 
     def largest_curvature(self, refresh: int) -> tuple[float, Tree]:
-        """The largest |eigenvalue| that the right-hand side sees, by power iteration, from below, and its vector.
+        """A lower bound of the largest |eigenvalue| on the right-hand side, by power iteration, and its vector.
 
-        It takes eight products where ``memory["vector"]`` has no vector of an earlier estimate; else ``refresh``.
+        It takes eight products if ``memory["vector"]`` has no vector of an earlier estimate; else ``refresh``.
         """
         start, vector = self.b, self.memory.get("vector")
         products = _FIRST_ESTIMATE
@@ -202,7 +200,7 @@ class System:
 
 
 class Counted:
-    """A product that counts its calls and checks that what comes back fits what went in."""
+    """A product that counts its calls and checks that the output fits the input."""
 
     def __init__(self, A: Product) -> None:
         self._product = A
@@ -227,20 +225,20 @@ def _layout(tree: object) -> str:
 
 
 def is_indefinite(lowest: float, highest: float) -> bool:
-    """Whether there is negative curvature that no rounding makes, in float32 either."""
+    """Whether there is negative curvature that is not rounding, even in float32."""
     return lowest < -1e-6 * max(abs(lowest), abs(highest))
 
 
 def no_unique_answer(curvature: tuple[float, float], eps: float, damping: float) -> str:
-    """What to say of a curvature without damping that is indefinite or singular, to rounding; else nothing."""
+    """A note if the curvature without damping is indefinite or singular, to rounding; else an empty text."""
     lowest, highest = curvature
     if lowest > 10.0 * eps * (max(abs(lowest), abs(highest)) + damping):
         return ""
     if is_indefinite(lowest, highest) and lowest < -10.0 * eps * damping:
-        return "no unique answer: negative curvature, the weights are at no minimum of the training loss"
+        return "no unique answer: negative curvature, the weights are not at a minimum of the training loss"
     return "no unique answer: the curvature is singular"
 
 
 def add_damping(product: Tree, v: Tree, damping: float) -> Tree:
-    """(A + δI) v from A v. A new tree: what a product returns may be v itself."""
+    """(A + δI) v from A v, as a new tree, since a product may return v itself."""
     return _tree.add(product, v, damping) if damping else product
