@@ -33,7 +33,7 @@ def make_problem() -> br.Problem:
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(260, 20)
-    y = (x[:, 0] + x[:, 1] + torch.randn(260) > 0).long()  # the other inputs tell nothing
+    y = (x[:, 0] + x[:, 1] + torch.randn(260) > 0).long()  # the other inputs are irrelevant
 
     def train(problem: br.Problem) -> float:
         weights = list(problem.weights.values())
