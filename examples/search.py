@@ -1,6 +1,6 @@
 """Search one decay for each layer by trials: the baseline where there are few hyperparameters.
 
-Each trial makes the problem anew, with the sampler's values in it, trains it, and returns its validation loss. The
+Each trial makes a new problem, with the sampler's values in it, trains it, and returns its validation loss. The
 ranges are those that `WeightDecay` declares. To begin gradient descent on the decays from each trial's values, run a
 `Tuner` inside ``train``.
 

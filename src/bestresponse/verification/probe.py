@@ -38,7 +38,7 @@ FINE_VALUES = (Step(1e-5, 1e-4, 2e-3), Step(1e-3, 1e-2, 5e-2))
 FINEST_VALUES = (Step(1e-5, 1e-6, 1e-5), *FINE_VALUES)
 COARSE = (Step(1e-2, 2e-2, 0.1), Step(2e-3, 2e-2, 0.1))
 
-# The allowed error of a difference, in units of its rounding, and of its own error.
+# A mismatch must exceed so many times the rounding of a difference, and so many times its error, to count.
 _ROUNDING, _CLEAR = 30.0, 10.0
 # The number of random numbers to draw; they repeat after that. It is prime, so no two rows of a matrix are equal.
 _DRAWN = 65_521

@@ -14,7 +14,7 @@ from ..passes import graph
 from ..passes.arithmetic import arithmetic
 from ..problem import Problem
 
-# The number of parameters of the largest problem to copy, and the share of a batch to use.
+# The parameters of the largest problem to copy; of a batch at least _ROWS examples are used, or one in _SHARE.
 LARGEST = 5_000_000
 _ROWS, _SHARE = 8, 8
 
