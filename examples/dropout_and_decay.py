@@ -67,7 +67,7 @@ def make_problem() -> tuple[br.Problem, Batch, Batch, torch.optim.Optimizer]:
 def main() -> None:
     problem, train, val, optimizer = make_problem()
     model, test = problem.model, draw()[2]
-    # With dropout: few steps, and a damping of one's own.
+    # With dropout: few steps, and a damping set by hand.
     method = br.Implicit(
         br.ConjugateGradient(2, damping=0.1),
         br.GaussNewton(

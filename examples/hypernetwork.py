@@ -48,7 +48,7 @@ def main() -> None:
         weight = network.weights({"log_decay": tuned + torch.tensor(factor).log()})["weight"][0]
         loss = (val[0] @ weight - val[1]).square().mean()
         print(f"decay {factor * float(tuned.exp()):.3f}: validation loss {float(loss):.3f}")
-    network.write_()  # the weights for the tuned decay, into the model
+    network.write_()  # copy the weights for the tuned decay into the model
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Search one decay for each layer by trials: the baseline where there are few hyperparameters.
 
-Each trial makes the problem anew, with the sampler's values in it, trains it, and returns its validation loss. The
+Each trial makes a new problem, with the sampler's values in it, trains it, and returns its validation loss. The
 ranges are those that `WeightDecay` declares. To begin gradient descent on the decays from each trial's values, run a
 `Tuner` inside ``train``.
 
@@ -33,7 +33,7 @@ def make_problem() -> br.Problem:
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(260, 20)
-    y = (x[:, 0] + x[:, 1] + torch.randn(260) > 0).long()  # the other inputs tell nothing
+    y = (x[:, 0] + x[:, 1] + torch.randn(260) > 0).long()  # the other inputs are irrelevant
 
     def train(problem: br.Problem) -> float:
         weights = list(problem.weights.values())

@@ -406,7 +406,7 @@ def centred(m):
 @pytest.mark.parametrize("method", [br.Implicit(), br.Implicit(br.Exact()), br.Implicit(br.Neumann(3, 0.1))])
 def test_an_operation_with_an_infinite_second_derivative_is_named(term, words, method):
     problem, b = problem_of(nn.Linear(3, 2), lambda m, h, b: regularised(m, h, b) + term(m)), batch()
-    with pytest.warns(br.BestResponseWarning, match=rf"{words}.*test_named_causes.*No damping mends"):
+    with pytest.warns(br.BestResponseWarning, match=rf"{words}.*test_named_causes.*Damping does not repair"):
         h = br.hypergradient(problem, b, b, method)
     assert words in h.solve.detail
     smooth = problem_of(

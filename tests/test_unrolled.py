@@ -564,7 +564,7 @@ def test_spectral_norm_is_warned_of_and_left_as_it_was():
     x = torch.randn(4, 3)
     model(x)
     before = model[0].weight
-    with pytest.warns(br.BestResponseWarning, match="SAMA and Penalty take the whole"):
+    with pytest.warns(br.BestResponseWarning, match="SAMA and Penalty include that part"):
         br.hypergradient(problem, x, x, br.Unrolled(2, 0.1))
     assert model[0].weight is before
 

@@ -166,7 +166,7 @@ def join(
 
 
 def run(study: "Study", attempt: Callable[["Trial"], float], wanted: int, seconds: float) -> None:
-    """Make trials until the study has as many as are wanted, or the time is over."""
+    """Run trials until the study has the requested number, or the time is over."""
     from optuna.storages import RetryHeartbeatStaleTrialCallback
     from optuna.trial import TrialState
 

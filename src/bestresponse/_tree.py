@@ -54,7 +54,7 @@ def _plain_norm(a: Tree) -> float:
 
 
 def root_mean_squares(a: Mapping[str, Tensor]) -> dict[str, float]:
-    """That of the entries of each tensor."""
+    """The value for the entries of each tensor."""
     norms = [torch.linalg.vector_norm(x, dtype=_wide(x)) for x in a.values()]
     if any(
         type(x) is not Tensor for x in norms
@@ -95,14 +95,14 @@ def copy(a: Mapping[str, Tensor]) -> Tree:
 
 @torch.no_grad()
 def write_(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-    """Put the values of ``b`` into the tensors of ``a``, in place."""
+    """Copy the values of ``b`` into the tensors of ``a``, in place."""
     for name, x in a.items():
         x.copy_(b[name])
 
 
 @contextmanager
 def put_back(a: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put the values of ``a`` back at the end, so that graphs that the caller holds stay as good as they were."""
+    """Restore the values of ``a`` at the end, so that graphs of the caller stay valid."""
     kept = copy(a)
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(a.values())):
         try:

@@ -1,4 +1,4 @@
-"""Several batches where one may go."""
+"""Several batches that can replace a single batch."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,21 +10,21 @@ from .errors import ArgumentError, ArgumentTypeError
 
 
 class Batches:
-    """Several batches where one may go: the weighted mean of their losses.
+    """Several batches that can replace a single batch: the weighted mean of their losses.
 
         L(w, λ) = Σ_i c_i L_i(w, λ),   c = weights / Σ weights
 
-    Hypergradients, curvature and mixed term are then those of the mean, to rounding: with micro-batches
-    and their sizes as weights, those of the one large batch. Each batch has dropout masks of its own. As a
+    Hypergradients, curvature and mixed term are then those of the mean, to rounding. With micro-batches
+    and their sizes as weights, they are those of the one large batch. Each batch has its own dropout masks. As a
     training batch of `Tuner`, its weight steps accumulate gradients.
 
     Args:
         iterable: the batches; they are kept in a list.
-        weights: numbers ≥ 0, one a batch; None weighs all alike. Give the sizes where they differ (the
-            numbers of targets that count, where a loss ignores some).
+        weights: numbers ≥ 0, one for each batch; None gives equal weights. Pass the sizes if they differ (the
+            numbers of targets that count, if a loss ignores some).
         recompute: whether the curvature keeps the graphs of all batches (False: the memory of the one large
-            batch) or builds the graph of one at a time anew for each product (True: the memory of one
-            batch, at the price of a training gradient more for each product).
+            batch) or rebuilds the graph of one at a time for each product (True: the memory of one
+            batch, at the cost of one more training gradient for each product).
 
     Raises:
         ArgumentError: there is no batch, or the weights do not fit.
@@ -46,7 +46,7 @@ class Batches:
                 "Batches must hold plain batches; got Batches inside. Pass one flat list."
             )
         numbers = _normalised(weights, len(self.batches))
-        # One of weight zero would cost as much as any, and may be no batch at all.
+        # A batch of weight zero would cost as much as any other, and may not be a valid batch.
         self.batches = [batch for batch, weight in zip(self.batches, numbers, strict=True) if weight]
         self.weights = [weight for weight in numbers if weight]
 

@@ -1,4 +1,4 @@
-"""One process is supported: groups of processes and models that are spread over one are refused."""
+"""Only one process is supported: groups of processes and models distributed over them are refused."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -16,12 +16,12 @@ _WRAPPERS = {
 
 
 def refuse_several_processes(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-    """Raise for a model that is wrapped for several processes, for DTensors, and within a group of processes."""
+    """Raise for a model wrapped for several processes, for DTensors, and within a group of processes."""
     why = _wrapped(modules) or _sharded(tensors) or _grouped()
     if why:
         raise EvaluationError(
-            f"hypergradients need one process that holds the whole model; got {why}. Each process would compute a "
-            "number of its own, or zeros, since torch.autograd.grad does not run the communication of such models. "
+            f"hypergradients need one process that holds the whole model; got {why}. Each process would compute its "
+            "own number, or zeros, since torch.autograd.grad does not run the communication of such models. "
             "Give Problem the plain module in a single process; or tune on one rank that has made no process group, "
             "and train with the tuned hyperparameters on all of them."
         )
@@ -36,7 +36,7 @@ def _wrapped(modules: Iterable[nn.Module]) -> str:
 
 
 def _sharded(tensors: Mapping[str, Tensor]) -> str:
-    # Whoever makes a DTensor has imported its module.
+    # Code that makes a DTensor has imported its module.
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     if kind is None:

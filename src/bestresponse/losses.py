@@ -16,16 +16,16 @@ class CrossEntropy:
         ℓ(z) = (1/N) Σ_n −Σ_c q_nc log p_nc,   p = softmax(z),   H u = (1/N) (p ⊙ u − p (p · u))
 
     It is ``torch.nn.functional.cross_entropy`` as a loss (outputs, batch) -> scalar for
-    `GaussNewton`. The closed form needs the softmax alone, where a derivative by autograd keeps several
+    `GaussNewton`. The closed form needs only the softmax, whereas a derivative by autograd keeps several
     tensors of the size of the logits: it is meant for large vocabularies.
 
     Args:
         targets: batch -> class indices int64 [...], for logits [..., C] (the classes last).
         ignore_index: positions with this target do not count.
-        label_smoothing: between 0 and 1; it moves q, and not the Hessian.
+        label_smoothing: between 0 and 1; it changes q but not the Hessian.
 
     Raises:
-        ArgumentTypeError: ``targets`` is no function.
+        ArgumentTypeError: ``targets`` is not a function.
         ArgumentError: ``label_smoothing`` is out of its range, or logits and targets do not fit.
 
     Reference: Schraudolph (2002), section 3.

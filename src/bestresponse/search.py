@@ -178,7 +178,7 @@ def _of_values(
         own = {weakref.ref(problem.model), weakref.ref(problem.hyper)}
         if used & own:
             raise ArgumentError(
-                "search.problem must make model and hyper anew for each trial; got those of an earlier one. Build "
+                "search.problem must make a new model and hyper for each trial; got those of an earlier one. Build "
                 "them inside the function, or copy them there (copy.deepcopy)."
             )
         used.update(own)
@@ -197,7 +197,7 @@ def _attempt(trial: "Trial", space: Mapping[str, Any], measure: Callable[[Any], 
         require(isinstance(found, Real | Tensor), "the loss that search.objective returns", "a number", found)
         loss = float(found.detach() if isinstance(found, Tensor) else found)
         failure = f"the loss is {loss}"
-    except SecondDerivativeError:  # a fault of the model, not of the values
+    except SecondDerivativeError:  # the model, not the values, is the cause
         raise
     except EvaluationError as error:
         loss, failure = math.inf, str(error)

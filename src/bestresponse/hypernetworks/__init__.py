@@ -1,4 +1,4 @@
-"""Rivals of the implicit method that learn the best response: weights as a trained function of the hyperparameters."""
+"""Alternatives to the implicit method that learn the best response: weights as a function of the hyperparameters."""
 
 from .base import Hypernetwork
 from .linear import LinearHypernetwork

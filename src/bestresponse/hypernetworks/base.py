@@ -1,4 +1,4 @@
-"""What a hypernetwork is: weights that are a function of the hyperparameters, whose parameters are trained."""
+"""The base class of hypernetworks: weights as a trained function of the hyperparameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ from .template import Template
 class Hypernetwork(nn.Module, ABC):
     """Weights as a function of the hyperparameters, linear in them: w_φ(λ) = w₀ + Δ_φ(λ − λ₀).
 
-    Its parameters φ take the place of the weights: ``problem`` is the given problem with φ as weights, for
-    `Tuner` and `Direct`. Called like the model, it runs the model with w_φ(λ) at the present λ.
+    Its parameters φ replace the weights: ``problem`` is the given problem with φ as weights, for
+    `Tuner` and `Direct`. Call it like the model: it runs the model with w_φ(λ) at the present λ.
 
-    The given modules stay as they are until `write_`. Losses run on a copy of both, which is made here, so that
-    what is changed in the modules later (a bound, an attribute) isn't seen; λ itself is the given module's, live.
+    The given modules do not change until `write_`. Losses run on a copy of both, which is made here, so later
+    changes of the modules (a bound, an attribute) have no effect; λ itself is the live λ of the given module.
 
     Args:
-        problem: the two losses. Both must read weights and hyperparameters through their arguments, and bear any
-            λ′, also one beyond bounds that ``hyper`` keeps after a step. Its modules are where they will run.
-        samples: perturbed λ′ in a loss, whose mean is taken.
+        problem: the two losses. Both must read weights and hyperparameters through their arguments, and accept any
+            λ′, even outside the bounds that ``hyper`` restores after a step. Its modules must be on their final device.
+        samples: the number of perturbed λ′ in a loss, which takes their mean.
 
     Attributes:
         problem: the losses over φ and λ.
@@ -76,8 +76,8 @@ class Hypernetwork(nn.Module, ABC):
         """w_φ(λ), named and shaped as the given problem's weights; outside any graph.
 
         Args:
-            hyperparameters: other values, by the names and in the shapes of the given problem's; those that
-                are left out, or all with None, are the present ones.
+            hyperparameters: other values, with the names and shapes of the given problem. Omitted ones, or all with
+                None, take their present values.
 
         Raises:
             ArgumentError: a name or a shape is not one of the problem's.
@@ -110,10 +110,10 @@ class Hypernetwork(nn.Module, ABC):
 
     @torch.no_grad()
     def recentre(self, tuner: Any = None) -> None:
-        """Move λ₀ to the present λ and w₀ to w_φ(λ), which changes w_φ nowhere.
+        """Move λ₀ to the present λ and w₀ to w_φ(λ), which does not change the function w_φ.
 
-        As a callback of `Tuner` it does so after each hyper-step. Far from λ₀ the gradients of w₀ and Δ_φ are
-        nearly the same but for a factor, and the response is slow to learn.
+        As a callback of `Tuner` it runs after each hyper-step. Far from λ₀ the gradients of w₀ and Δ_φ are
+        nearly equal up to a factor, and the response is slow to learn.
 
         Reference: the centred parametrisation of Bae and Grosse (2020).
         """
@@ -123,14 +123,14 @@ class Hypernetwork(nn.Module, ABC):
         self.centre.copy_(vector)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the model returns with w_φ(λ) at the present λ."""
+        """The output of the model with w_φ(λ) at the present λ."""
         vector = _vector(self.source.hyperparameters)
         return self._template.run(
             lambda model, hyper: model(*arguments, **keywords), *self._substitutes(vector)
         )
 
     def over_parameters(self, hyper: nn.Module) -> Problem:
-        """The problem over φ; a subclass makes it when its parameters are there."""
+        """The problem over φ; a subclass makes it after its parameters exist."""
         kind = type(self)
         source = self.source
         return Problem(self, hyper, kind.train_loss, kind.val_loss, source.val_mode, source.verify)
@@ -155,7 +155,7 @@ class Hypernetwork(nn.Module, ABC):
         return self._response(vector), _tree.unflatten(vector, self.source.hyperparameters)
 
     def _loss(self, name: str, vector: Tensor, batch: Any) -> Tensor:
-        """The given loss at λ′ and w_φ(λ′); what it reads is checked on the first call."""
+        """The given loss at λ′ and w_φ(λ′); the first call checks which parameters it reads."""
         function = getattr(self.source, name)
         if name in self._reached or not torch.is_grad_enabled():
             return cast(Tensor, self._template.run(function, *self._substitutes(vector), batch)).reshape(())
@@ -175,18 +175,18 @@ class Hypernetwork(nn.Module, ABC):
         return loss
 
     def _refuse_unreached(self, reached: Mapping[str, set[str]]) -> None:
-        """Raise for a λ that neither loss reads, which `Direct` can't see: w_φ(λ) depends on it all the same."""
+        """Raise if neither loss reads a λ. `Direct` cannot see this, since w_φ(λ) depends on every λ."""
         lost = self.source.hyperparameters.keys() - set().union(*reached.values())
         if lost and reached.keys() == {"train_loss", "val_loss"}:
             raise EvaluationError(
-                f"every hyperparameter must reach train_loss or val_loss; {sorted(lost)[:5]} reach neither, so that "
+                f"every hyperparameter must reach train_loss or val_loss; {sorted(lost)[:5]} reach neither, so "
                 "their hypergradient would be zero. Use them in a loss, through the argument hyper; freeze the rest "
-                "with requires_grad_(False) before Problem is made."
+                "with requires_grad_(False) before you make the Problem."
             )
 
 
 def require_room(name: str, entries: int, most: int, advice: str) -> None:
-    """Raise where the parameters of a response would be too many."""
+    """Raise if a response would have too many parameters."""
     require_integer(f"{name}.max_entries", most, 1)
     if entries > most:
         raise ArgumentError(

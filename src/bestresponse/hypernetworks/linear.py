@@ -17,16 +17,16 @@ class LinearHypernetwork(Hypernetwork):
 
         w_φ(λ) = w₀ + Φ (λ − λ₀);   min over φ = (w₀, Φ) of E_λ′ L_T(w_φ(λ′), λ′);   min over λ of L_V(w_φ(λ), λ)
 
-    Φ has an entry for each weight and hyperparameter: for few hyperparameters, or small models. It begins
+    Φ has an entry for each pair of weight and hyperparameter: use it for few hyperparameters, or small models. Φ starts
     at zero, w₀ at the present weights, λ₀ at the present hyperparameters.
-    With local sampling, `recentre` belongs into the callbacks of `Tuner`.
+    With local sampling, pass `recentre` to `Tuner` as a callback.
 
     Args:
         problem: the two losses.
         scale: the standard deviation of λ′ in each hyperparameter, in its own unit (a logarithm's, for a
             logarithmic decay).
         sampling: "local": λ′ ~ N(λ, scale²) around the present λ; "global": λ′ ~ N(λ₀, scale²).
-        samples: draws of λ′ in each training loss, whose mean is taken.
+        samples: the number of λ′ to draw in each training loss, which takes their mean.
         max_entries: the most entries that Φ may have.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Self-tuning networks: a response of few numbers for each unit, and perturbations that tune themselves."""
+"""Self-tuning networks: a response with few numbers for each unit, and perturbations with a tuned scale."""
 
 import math
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ class SelfTuning(Hypernetwork):
     for each unit. Units are rows of linear, convolution and recurrent weights and entries of biases and norms
     (dimension 0 of anything else), features of embeddings, and output channels of transposed convolutions.
 
-    ``problem.hyper`` holds the given hyper as ``hyper``, and ``log_scale``. As long as σ is tuned, the
-    validation loss of `Tuner`'s history is that of perturbed λ, entropy included.
-    `recentre` belongs into the callbacks of `Tuner`.
+    ``problem.hyper`` holds the given hyper as ``hyper``, and ``log_scale``. While σ is tuned, the
+    validation loss in `Tuner`'s history is that of perturbed λ, including the entropy.
+    Pass `recentre` to `Tuner` as a callback.
 
     Args:
         problem: the two losses.
-        scale: σ to begin with, in each hyperparameter's own unit.
-        entropy: τ ≥ 0; more keeps σ wider.
-        samples: draws of ε in each loss, whose mean is taken.
+        scale: the initial σ, in each hyperparameter's own unit.
+        entropy: τ ≥ 0; a larger τ keeps σ wider.
+        samples: the number of ε to draw in each loss, which takes their mean.
         minimum, maximum: bounds of σ, which `Tuner` restores after each hyper-step.
         max_entries: the most entries that all V together may have.
 
     Attributes:
-        gates: V, a parameter [units, H] for each weight; to begin with N(0, 1/H), from the global generator.
-        directions: R, a parameter of the weight's shape for each weight; zero to begin with.
+        gates: V, a parameter [units, H] for each weight; initially N(0, 1/H), from the global generator.
+        directions: R, a parameter of the weight's shape for each weight; initially zero.
 
     Raises:
         ArgumentError: an argument is out of its range, or V would have more than ``max_entries`` entries.
@@ -105,7 +105,7 @@ class Perturbed(nn.Module):
 
     Args:
         hyper: the module.
-        log_scale: log σ to begin with, for all hyperparameters in one vector [H].
+        log_scale: the initial log σ, for all hyperparameters in one vector [H].
         minimum, maximum: bounds of σ.
     """
 
@@ -116,7 +116,7 @@ class Perturbed(nn.Module):
 
     @torch.no_grad()
     def project_(self) -> None:
-        """Put the scales back into their bounds; `Tuner` does after each hyper-step."""
+        """Restore the bounds of the scales; `Tuner` calls this after each hyper-step."""
         self.log_scale.clamp_(math.log(self.minimum), math.log(self.maximum))
 
     def extra_repr(self) -> str:
@@ -134,18 +134,18 @@ def _check(scale: float, entropy: float, minimum: float, maximum: float) -> None
 
 @dataclass(frozen=True)
 class Units:
-    """Where the output units of a weight are: in the shape ``view`` of it, factors broadcast from ``shape``."""
+    """The position of the output units of a weight: in its shape ``view``, factors broadcast from ``shape``."""
 
     view: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of units."""
         return math.prod(self.shape)
 
     def scaled(self, weight: Tensor, factors: Tensor) -> Tensor:
-        """The weight with each unit of it times its entry of ``factors`` [units]."""
+        """The weight with each unit multiplied by its entry of ``factors`` [units]."""
         return (weight.reshape(self.view) * factors.reshape(self.shape)).reshape(weight.shape)
 
 

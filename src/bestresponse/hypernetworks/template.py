@@ -1,4 +1,4 @@
-"""A copy of model and hyper, in which other tensors stand in for weights and hyperparameters."""
+"""A copy of model and hyper, in which other tensors replace weights and hyperparameters."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -16,13 +16,13 @@ from ..problem import Problem
 
 
 class Template(nn.Module):
-    """A copy of a problem's two modules without weights and hyperparameters, which are given for each call.
+    """A copy of a problem's two modules without weights and hyperparameters; each call passes these.
 
     Args:
-        problem: whose modules are copied, with their buffers, modes and frozen parameters.
+        problem: the problem whose modules are copied, with their buffers, modes and frozen parameters.
 
     Attributes:
-        model, hyper: the copies, in which empty parameters hold the places.
+        model, hyper: the copies, with empty parameters as placeholders.
 
     Raises:
         ArgumentError: the modules can't be copied, or have an embedding with ``max_norm``.
@@ -33,7 +33,7 @@ class Template(nn.Module):
         refuse_max_norm(problem.model, "a hypernetwork")
         originals = {f"model.{n}": p for n, p in problem.weights.items()}
         originals |= {f"hyper.{n}": p for n, p in problem.hyperparameters.items()}
-        # Empty stand-ins keep shared what is shared, and cost no memory.
+        # Empty placeholders keep shared parameters shared, and cost no memory.
         self._replaced = {
             name: (p, nn.Parameter(p.detach().new_empty(0), requires_grad=False))
             for name, p in originals.items()
@@ -50,7 +50,7 @@ class Template(nn.Module):
         lost = self._replaced.keys() - set(self._places.values())
         if lost:
             raise ArgumentError(
-                f"a hypernetwork needs modules whose copies share what they share; those of {sorted(lost)[:5]} do "
+                f"a hypernetwork needs modules whose copies share the same parameters; those of {sorted(lost)[:5]} do "
                 "not. Let __deepcopy__ of the modules use its memo."
             )
 
@@ -67,7 +67,7 @@ class Template(nn.Module):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let the graph of a loss show where a stand-in was used."""
+        """Make placeholders visible in the graph of a loss."""
         try:
             for _, stand_in in self._replaced.values():
                 stand_in.requires_grad_(True)
@@ -77,7 +77,7 @@ class Template(nn.Module):
                 stand_in.requires_grad_(False)
 
     def refuse_captured(self, name: str, loss: Tensor, substitutes: Iterable[Tensor]) -> None:
-        """Raise where a loss that ran `watched` used an original, or a stand-in, beside the substitutes."""
+        """Raise if a loss that ran `watched` used an original, or a placeholder, besides the substitutes."""
         reached = graph.leaves(loss, until=substitutes)
         captured = [key for key, tensors in self._replaced.items() if reached & set(map(id, tensors))]
         if captured:

@@ -1,4 +1,4 @@
-"""Running a problem's losses without leaving a trace, and with derivatives that can be differentiated again."""
+"""Runs of a problem's losses without side effects, and with derivatives that can be differentiated again."""
 
 from .passes import Passes
 

@@ -1,4 +1,4 @@
-"""The precision in which a loss computes, which may be another than that of the weights."""
+"""The precision in which a loss computes, which may differ from that of the weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from . import graph
 
 _LOW = 1e-4
-# Products that a setting of torch may compute in less than float32, and where the setting is.
+# Products that torch may compute in less than float32, and the setting that decides it.
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "ScaledDot", "Compiled")
 _CONVOLUTIONS = ("Convolution", "CudnnConvolution")
 _SETTINGS = {"tf32": ("TensorFloat-32", 2.0**-10), "bf16": ("bfloat16", 2.0**-7)}
@@ -36,7 +36,7 @@ def arithmetic(loss: Tensor) -> Arithmetic:
 
 
 def _of(node: Any, value: Any) -> Arithmetic | None:
-    """That of one output of an operation."""
+    """The precision of one output of an operation."""
     if not value.dtype.is_floating_point:
         return None
     if value.dtype is torch.float32:

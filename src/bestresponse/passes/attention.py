@@ -1,4 +1,4 @@
-"""Attention with second derivatives: torch's own by plain operations, whichever backends are on."""
+"""Attention with second derivatives: torch's own by plain operations, whichever backends are enabled."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -69,7 +69,7 @@ def torch_batch_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """The form of ``torch.batch_norm``, which takes the same in another order."""
+    """The form of ``torch.batch_norm``, which takes the same arguments in another order."""
     return batch_norm(own, input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
@@ -100,7 +100,7 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """The form of ``torch.native_batch_norm``, which gives mean and r too."""
+    """The form of ``torch.native_batch_norm``, which also returns mean and r."""
     fits = _fits(input, [running_mean, running_var], weight, bias)
     if not training or not fits or input.numel() <= input.shape[1]:
         return own()
@@ -173,7 +173,7 @@ class _Channels(Norm):
         return of_g
 
     def of_rest(self, v: Sequence[Tensor], gradients: Three, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """As each channel has its own statistics and weight, all terms are numbers of the channel, times v, g and x."""
+        """Each channel has its own statistics and weight, so all terms are numbers of the channel, times v, g and x."""
         g, r, count = gradients[0], self.scale, x.numel() // len(w)
         g_normal, g_mean = gradients[1] / count, gradients[2] / count
         v_normal, v_mean = (t / count for t in self.gradients(v[0], x, w, (False, True, True))[1:])

@@ -1,4 +1,4 @@
-"""What a loss must be: one real, finite number with a graph."""
+"""The requirements on a loss: one real, finite number with a graph."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def checked_loss(name: str, loss: object) -> Tensor:
         )
     if isinstance(loss, Tensor) and loss.is_complex():
         raise EvaluationError(
-            f"{name} must return a real scalar tensor; got {loss.dtype}. Return .real, .abs() or the like of it."
+            f"{name} must return a real scalar tensor; got {loss.dtype}. Return its .real, .abs() or a similar value."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a {type(loss).__name__}. Return the tensor itself, without item() or float()"
@@ -31,7 +31,7 @@ def checked_loss(name: str, loss: object) -> Tensor:
 
 
 def refuse_not_finite(name: str, loss: Tensor) -> None:
-    """Raise for a loss of NaN or infinity."""
+    """Raise if a loss is NaN or infinite."""
     if not bool(torch.isfinite(loss)):
         raise NotFiniteError(
             f"{name} must be finite; got {float(loss.detach())}. Lower the learning rates, clip the gradients, "

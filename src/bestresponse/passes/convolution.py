@@ -1,9 +1,10 @@
-"""A convolution whose gradient is cheap to differentiate: by kernels of first derivatives, and only what is asked for.
+"""A convolution whose gradient is cheap to differentiate: by kernels of first derivatives, and only where needed.
 
-The gradient has two parts, each bilinear. That of the input is a transposed convolution of grad and weights, which
-torch differentiates well. That of the weights is a pair of nodes, each of which sees one of its two arguments and takes
-the other from a box that hides it from autograd, which so leaves out the one that is not asked for. (Torch's own second
-derivative computes all of them, always, and that of the weights by a convolution with kernels as large as images.)
+The gradient has two parts, each bilinear. The part of the input is a transposed convolution of grad and weights, which
+torch differentiates well. The part of the weights is a pair of nodes. Each sees one of its two arguments and takes
+the other from a box that hides it from autograd, so autograd can skip the gradient that is not needed. (Torch's own
+second derivative always computes all of them, and that of the weights by a convolution with kernels as large as
+images.)
 """
 
 from collections.abc import Sequence
@@ -60,13 +61,13 @@ def convolution(
 
 
 def _each(setting: Each, dimensions: int) -> tuple[int, ...]:
-    """A setting for each dimension, from one for all of them or from what it is already."""
+    """A setting for each dimension, from one value for all or from one for each."""
     each = (setting,) if isinstance(setting, int) else tuple(setting)
     return each * dimensions if len(each) == 1 else each
 
 
 def _padding(padding: Each | str, stride: Each, dilation: Each, kernel: Sequence[int]) -> Each | None:
-    """The zeros on either side; None where torch has more to say."""
+    """The zeros on either side; None for other paddings."""
     if padding == "valid":
         return 0
     if not isinstance(padding, str):
@@ -78,7 +79,7 @@ def _padding(padding: Each | str, stride: Each, dilation: Each, kernel: Sequence
 
 
 class _Shape(NamedTuple):
-    """What a convolution is beside its input and weights."""
+    """The settings of a convolution besides its input and weights."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -103,7 +104,7 @@ class _Shape(NamedTuple):
     def gradients(
         self, grad: Tensor, x: Tensor, w: Tensor, wanted: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Those with respect to input, weights and bias, by torch's kernel (whose own derivative is the costly one)."""
+        """The gradients of input, weights and bias, by torch's kernel (whose own derivative is the costly one)."""
         zero, sizes = (0,) * len(self.stride), [len(w)]
         found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
             grad, x, w, sizes, self.stride, self.padding, self.dilation, False, zero, self.groups, wanted

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def dense_embeddings(modules: Iterable[nn.Module], twice: bool) -> Iterator[None]:
-    """Let embeddings with ``sparse=True`` have dense gradients, and for ``twice`` let bags look up row by row.
+    """Give embeddings with ``sparse=True`` dense gradients, and for ``twice`` let bags look up row by row.
 
-    Torch has no derivative of a sparse gradient, and none of the gradient of `torch.nn.EmbeddingBag`.
+    Torch has no derivative of a sparse gradient, nor of the gradient of `torch.nn.EmbeddingBag`.
     """
     tables = [
         m
@@ -42,7 +42,7 @@ def has_max_norm(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]
 
 @torch.no_grad()
 def clip_gradients(weights: Sequence[Tensor], largest: float) -> None:
-    """Scale all ``.grad`` down to a norm, sparse ones among them, which torch's own function refuses."""
+    """Scale all ``.grad`` down to a norm, including sparse ones, which torch's own function refuses."""
     for w in weights:
         if w.grad is not None and w.grad.is_sparse:
             w.grad = w.grad.coalesce()
@@ -53,7 +53,7 @@ def clip_gradients(weights: Sequence[Tensor], largest: float) -> None:
 
 
 class _Rows:
-    """The forward of a bag, by rows; that of torch for what has no such form."""
+    """The forward of a bag, by rows; torch's own forward for bags without such a form."""
 
     def __init__(self, bag: nn.Module) -> None:
         self._bag = bag

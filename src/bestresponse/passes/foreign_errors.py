@@ -1,4 +1,4 @@
-"""Torch's own errors that have a known cause, in our form."""
+"""Clear messages for torch's own errors that have a known cause."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from .graph import COMPILED, second_derivative_error
 _CAUSES = (
     (
         "backward through the graph a second time",
-        "each pass must compute everything from weights and hyperparameters anew; a module or a function keeps a "
+        "each pass must compute everything again from weights and hyperparameters; a module or a function keeps a "
         "tensor with the graph of an earlier pass. Compute it in each call, or keep it detached.",
     ),
     (
         "modified by an inplace operation",
-        "what the backward pass needs must stay as it was; the model or the loss edits a tensor in place after it was "
+        "tensors that the backward pass needs must not change; one is edited in place after it was "
         "used. Replace the edit by an operation that makes a new tensor, or edit a clone. Where each pass moves a "
         "frozen parameter or an attribute that a derivative needs, move it outside the losses, or use a single "
         "batch and Hessian() ({error}).",
@@ -24,7 +24,7 @@ _CAUSES = (
     (
         "Sparse",
         "weights must have dense gradients; an operation of a loss has a sparse one ({error}). Within a hypergradient "
-        "nn.Embedding and nn.EmbeddingBag have dense ones by themselves; call functions such as F.embedding with "
+        "nn.Embedding and nn.EmbeddingBag have dense ones automatically; call functions such as F.embedding with "
         "sparse=False.",
     ),
     (
@@ -37,7 +37,7 @@ _CAUSES = (
 
 @contextmanager
 def foreign_errors_told() -> Iterator[None]:
-    """Say what torch's errors mean here, where the cause is known."""
+    """Replace torch's errors by clear messages where the cause is known."""
     try:
         yield
     except Error:
@@ -58,12 +58,12 @@ def _told(error: RuntimeError) -> EvaluationError | None:
     if isinstance(error, CheckpointError) or "torch.utils.checkpoint" in text:
         return EvaluationError(
             "a checkpointed part must compute the same when the backward pass runs it again; torch.utils.checkpoint "
-            f"met something else ({text}). Let it depend on its arguments and the random state alone, keep "
-            "preserve_rng_state=True, and leave out what changes from call to call; or turn the checkpoint off."
+            f"met something else ({text}). Let it depend only on its arguments and the random state, keep "
+            "preserve_rng_state=True, and remove anything that changes from call to call; or turn the checkpoint off."
         )
     if "appears to not have been used in the graph" in text:
         return EvaluationError(
-            "this method puts other tensors in the place of the weights while a loss runs; a function of the model "
+            "this method replaces the weights by other tensors while a loss runs; a function of the model "
             f"computes again in its backward pass, with the weights themselves ({text.splitlines()[0]}). Use "
             "Implicit(), or write that backward with what save_for_backward keeps."
         )

@@ -18,23 +18,23 @@ def foreign_parameters(problem: TwoLosses, loss: Tensor) -> list[nn.Parameter]:
 
 
 def warn_of_foreign_parameters(problem: TwoLosses, name: str, foreign: Sequence[nn.Parameter]) -> None:
-    """Name them, once."""
+    """Warn of these parameters by name, once."""
     known = _names_in(getattr(problem, name))
     said = [f"{known.get(id(p), 'one without a name')} {list(p.shape)}" for p in foreign]
     problem.warn_once(
         ("foreign parameters", *map(id, foreign)),
-        f"{name} uses trainable parameters that belong neither to model nor to hyper: {named(said)}. They are taken "
-        "for constants: they get no hypergradient, and the weights' response is that at their present values. Register "
-        "them in model to train them or in hyper to tune them, or freeze them with requires_grad_(False).",
+        f"{name} uses trainable parameters that belong neither to model nor to hyper: {named(said)}. They count "
+        "as constants: they get no hypergradient, and the weights' response is that at their present values. "
+        "Register them in model to train them or in hyper to tune them, or freeze them with requires_grad_(False).",
     )
 
 
 def _names_in(function: Callable[..., Any]) -> dict[int, str]:
-    """Parameters by identity that a function reaches by a name of its own: captured, global, or of its object."""
+    """Parameters by identity that a function reaches by its own names: captured, global, or of its object."""
     try:
         found = inspect.getclosurevars(function)
         values = {**found.globals, **found.nonlocals}
-    except TypeError:  # no function of Python's
+    except TypeError:  # not a Python function
         values = {}
     values |= getattr(getattr(function, "__self__", function), "__dict__", {})
     names = {}

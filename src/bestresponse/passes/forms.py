@@ -1,7 +1,7 @@
-"""A function mode that puts functions with right and cheap second derivatives in the place of torch's.
+"""A function mode that replaces torch's functions by forms with right and cheap second derivatives.
 
-A mode sees all calls of torch of its own thread, by modules or not, and changes no class and no switch of torch. It
-does not see what compiled and scripted code runs.
+A mode sees all calls of torch in its own thread, by modules or not, and changes no class and no switch of torch. It
+does not see calls in compiled and scripted code.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,23 +27,23 @@ Form = Callable[..., Any]
 
 @contextmanager
 def second_derivatives() -> Iterator[None]:
-    """Let the functions of torch that have a form run by it in this thread."""
+    """Run torch's functions by their forms in this thread, if they have one."""
     with _below_others(_TWICE):
         yield
 
 
 @contextmanager
 def first_derivatives() -> Iterator[None]:
-    """Let recurrent functions run by their forms where torch's own have no first derivative."""
+    """Run recurrent functions by their forms where torch's own have no first derivative."""
     with _below_others(_ONCE):
         yield
 
 
 @contextmanager
 def paused() -> Iterator[Callable[[Form], Form]]:
-    """Run without forms; gives what lets a function run with them again.
+    """Run without forms; returns a wrapper that runs a function with them again.
 
-    For work that has no use for them, such as a solver's, as a mode makes each call of torch a little dearer.
+    For work that does not need forms, such as a solver's, since a mode makes each call of torch a little slower.
     """
     modes = _modes()
 
@@ -60,13 +60,13 @@ def paused() -> Iterator[Callable[[Form], Form]]:
 
 @contextmanager
 def _below_others(forms: Mapping[Any, Form]) -> Iterator[None]:
-    """Let these forms run what is left of a call by all other modes, which so see the same calls as without them."""
+    """Run a call by these forms after all other modes, which therefore see the same calls as without forms."""
     before = _modes()
     if any(isinstance(mode, _Forms) and mode.forms is forms for mode in before):
         yield
         return
     mode = _Forms(forms)
-    devices = [each for each in before if isinstance(each, DeviceContext)]  # which have to stay the lowest
+    devices = [each for each in before if isinstance(each, DeviceContext)]  # which must stay the lowest
     _set_modes([*devices, mode, *(each for each in before if each not in devices)])
     try:
         yield
@@ -85,7 +85,7 @@ def _only(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 def _modes() -> list[TorchFunctionMode]:
-    """Those of this thread, the outermost first."""
+    """The modes of this thread, the outermost first."""
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
@@ -130,14 +130,14 @@ def _backward() -> None:
     """Mark a function whose backward pass runs others: those of checkpoints."""
 
 
-# A function that hands itself over to modes hides from them what it runs inside.
+# A function that dispatches itself to modes hides its inner calls from them.
 _PAST_MODES = dict.fromkeys(
     ["has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"], lambda *_: False
 )
 
 
 def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """The same function, for which some global names mean something else."""
+    """The same function with other values for some global names."""
     changed = FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
     )

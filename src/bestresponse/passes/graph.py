@@ -1,8 +1,8 @@
 """A walk through an autograd graph: which leaves it reaches, and which nodes lose a second derivative.
 
 Autograd does not raise by itself when a first derivative cannot be differentiated again. With
-``torch.autograd.grad(inputs=...)`` the path through such a node is pruned, and the product comes out
-as zeros or too small. So the graph is searched for the nodes that are known to do so.
+``torch.autograd.grad(inputs=...)`` the path through such a node is pruned, and the product is zero or
+too small. So this module searches the graph for nodes that are known to do so.
 """
 
 from collections import Counter
@@ -36,12 +36,12 @@ _WAYS_OUT = (
     ("checkpoint", "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"),
     (
         "torch.compile",
-        "give Problem the module or loss as it was before torch.compile, and train with the compiled one; or use "
+        "give Problem the original module or loss without torch.compile, and train with the compiled one; or use "
         "Implicit(curvature=FiniteDifference())",
     ),
     (
         "weight_norm",
-        "register a parametrization of your own that computes g * v / v.norm() with plain operations, or use "
+        "register your own parametrization that computes g * v / v.norm() with plain operations, or use "
         "Implicit(curvature=FiniteDifference())",
     ),
     ("jvp function", "use Hessian(), whose products go in reverse mode, or FiniteDifference()"),
@@ -94,7 +94,7 @@ def has_kinks(loss: Tensor) -> bool:
 
 
 def refuse_reentrant(loss: Tensor) -> None:
-    """Raise where autograd.grad cannot see a part of a loss at all."""
+    """Raise if autograd.grad cannot see a part of a loss at all."""
     for node in nodes([loss]):
         _refuse_checkpoint(node)
 
@@ -105,7 +105,7 @@ def _refuse_checkpoint(node: Any) -> None:
 
 
 def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
-    """Raise where the first derivative of a training loss is one that cannot be differentiated."""
+    """Raise if the first derivative of a training loss cannot be differentiated."""
     for node in nodes([loss], until):
         _refuse_checkpoint(node)
         if node.name().startswith("WeightNormInterface"):
@@ -113,7 +113,7 @@ def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
         if node.name() == "EmbeddingBackward0" and node._saved_sparse:
             raise second_derivative_error("F.embedding", "its gradient is sparse, and loses derivatives")
         if node.name() == "CompiledFunctionBackward":
-            raise second_derivative_error(COMPILED, "what it compiles has a first derivative only")
+            raise second_derivative_error(COMPILED, "compiled code has only a first derivative")
         function: Any = getattr(node, "_forward_cls", None)
         backward = getattr(function, "backward", None)
         if getattr(backward, "__code__", None) is _ONCE:
@@ -122,14 +122,14 @@ def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
 
 
 def inspect_gradient(gradient: Iterable[Tensor], until: Iterable[Tensor] = ()) -> None:
-    """Raise when the graph of a gradient holds a node through which it cannot be differentiated."""
+    """Raise if the graph of a gradient has a node through which it cannot be differentiated."""
     for node in nodes(gradient, until):
         if node.name() in ("torch::autograd::NotImplemented", "torch::autograd::Error"):
             raise second_derivative_error("an operation of the training loss", _message_of(node))
 
 
 def _message_of(node: Any) -> str:
-    """What a node that only raises would say, with the operation's name in it."""
+    """The message of a node that only raises, with the operation's name in it."""
     for arguments in range(1, 9):
         try:
             node(*[torch.zeros(())] * arguments)
@@ -141,9 +141,9 @@ def _message_of(node: Any) -> str:
 
 
 def edges(outputs: Mapping[str, Tensor]) -> dict[str, GradientEdge]:
-    """Where the graphs of ``outputs`` begin, which is all that `vector_product` needs: their values can go.
+    """The nodes where the graphs of ``outputs`` begin; `vector_product` needs only these, so the values can be freed.
 
-    Outputs without a graph are constant, and left out.
+    Outputs without a graph are constant and left out.
     """
     return {name: get_gradient_edge(x) for name, x in outputs.items() if x.requires_grad}
 
@@ -154,9 +154,9 @@ def vector_product(
     v: Mapping[str, Tensor],
     retain_graph: bool,
 ) -> Sequence[Tensor | None]:
-    """vᵀ ∂outputs/∂inputs, None where an input is not reached.
+    """vᵀ ∂outputs/∂inputs, None for an input that is not reached.
 
-    Torch's own errors for missing second derivatives, some of which come only now, are told in our form.
+    Torch's own errors for missing second derivatives, some of which appear only now, get a clear message.
     """
     if not outputs:
         return [None] * len(inputs)
@@ -172,7 +172,7 @@ def vector_product(
 
 @contextmanager
 def missing_derivatives_told() -> Iterator[None]:
-    """Tell torch's own errors for derivatives that do not exist in our form."""
+    """Replace torch's own errors for derivatives that do not exist by clear messages."""
     try:
         yield
     except RuntimeError as error:
@@ -184,7 +184,7 @@ def missing_derivatives_told() -> Iterator[None]:
 class Pushforward:
     """ẋ ↦ (∂outputs/∂inputs) ẋ, by differentiating the map u ↦ uᵀ ∂outputs/∂inputs, which is linear in u.
 
-    So it asks for the same derivatives as reverse mode, and agrees with it to rounding.
+    So it needs the same derivatives as reverse mode, and agrees with it to rounding.
     """
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -197,7 +197,7 @@ class Pushforward:
                 self._pulled = torch.autograd.grad(
                     reached, inputs, self._dual, create_graph=True, allow_unused=True
                 )
-            try:  # one that does not exist would be pruned, as second ones are
+            try:  # a missing derivative would be pruned, as second derivatives are
                 inspect_gradient([p for p in self._pulled if p is not None], until=inputs)
             except SecondDerivativeError as error:
                 raise SecondDerivativeError(
@@ -221,7 +221,7 @@ class Pushforward:
 
 
 def plus(total: Tensor | None, part: Tensor | None, weight: float = 1.0) -> Tensor | None:
-    """Total + weight · part, for derivatives that are None where an input is not reached."""
+    """The sum total + weight · part, for derivatives that may be None."""
     if part is None:
         return total
     part = part if weight == 1.0 else weight * part
@@ -229,12 +229,12 @@ def plus(total: Tensor | None, part: Tensor | None, weight: float = 1.0) -> Tens
 
 
 def second_derivative_error(operation: str, reason: str) -> SecondDerivativeError:
-    """One form for all of them: required, got, do this."""
+    """The error in one form for all operations: required, got, what to do."""
     said = f"{operation} {reason}"
     way_out = next(way for sign, way in _WAYS_OUT if sign in said)
     return SecondDerivativeError(
         "a hypergradient differentiates the training gradient once more, which requires a second "
-        f"derivative of every operation in train_loss; got {operation}: {reason}. To mend it, {way_out}."
+        f"derivative of every operation in train_loss; got {operation}: {reason}. To fix this, {way_out}."
     )
 
 

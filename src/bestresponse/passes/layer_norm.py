@@ -37,7 +37,7 @@ def native_layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> Any:
-    """The form of ``torch.native_layer_norm``, which gives mean and r too."""
+    """The form of ``torch.native_layer_norm``, which also returns mean and r."""
     shape = tuple(normalized_shape)
     if not _fits(input, shape, weight, bias):
         return own()
@@ -97,7 +97,7 @@ class _Rows(Norm):
         return projected
 
     def _along_normal(self, u: Tensor, x: Tensor, project: bool) -> tuple[Tensor, Tensor]:
-        """P(u), where it is asked for, and mean(u x̂), by the kernel of batch norm with rows for channels."""
+        """P(u), if needed, and mean(u x̂), by the kernel of batch norm with rows as channels."""
         rows, mean, r = (1, -1, self.count), self.mean.view(-1), self.scale.view(-1)
         projected, total, _ = torch.ops.aten.native_batch_norm_backward(
             *(u.reshape(rows), x.reshape(rows), torch.ones_like(r), None, None),

@@ -1,4 +1,4 @@
-"""What modules keep beside weights and buffers: frozen parameters, attributes, generators. Taken down, and put back."""
+"""The state of modules besides weights and buffers (frozen parameters, attributes, generators), saved and restored."""
 
 import sys
 from collections import deque
@@ -11,28 +11,29 @@ from torch import Tensor, nn
 from . import random_state
 from .embedding import has_max_norm
 
-# Tensors that are not weights are copied, and put back by value, up to so many bytes together.
+# Tensors that are not weights are copied and restored by value, up to so many bytes together.
 LARGEST = 2**28
-# Collections of more entries are taken for tables that no forward pass changes.
+# Larger collections are assumed to be tables that no forward pass changes.
 _MOST_ENTRIES = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 class ModuleState:
-    """The state of some modules, without their weights and buffers, as it was when this object was made.
+    """The state of some modules, without their weights and buffers, at the time when this object was made.
 
-    Parameters are trainable or frozen as before. The attributes of each module are put back as objects. Of those,
-    lists, dicts, sets and deques are put back with their entries, generators with their state, and tensors and arrays
-    by value; so are tensors in the collections and frozen parameters. Nothing deeper is seen. Tensors that do not fit
-    into `LARGEST` bytes together are watched only.
+    Parameters are trainable or frozen as before. The attributes of each module are restored as objects. Lists, dicts,
+    sets and deques are restored with their entries, generators with their state, and tensors and arrays by value.
+    Tensors in the collections and frozen parameters are also restored by value. Deeper state is not restored. Tensors
+    that do not fit into `LARGEST` bytes together are only watched.
 
     Args:
-        modules: whose state it is.
-        live: tensors that passes may change: weights and hyperparameters. What shares memory with them is left alone.
-        silent: identities of tensors that are known to change without a trace in their version (through ``.data``),
-            which grows here.
-        thorough: look for such changes in all tensors.
+        modules: the modules whose state to save.
+        live: tensors that passes may change: weights and hyperparameters. Tensors that share memory with them are
+            left alone.
+        silent: identities of tensors that are known to change without a new version (through ``.data``); this object
+            adds to them.
+        thorough: whether to look for such changes in all tensors.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ModuleState:
         return kept
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for attributes in self._attributes.values():
             attributes.restore()
         self.unfreeze()
@@ -97,23 +98,23 @@ class ModuleState:
                 self._silent.add(id(kept.tensor))
 
     def unfreeze(self) -> None:
-        """Let parameters require gradients as before."""
+        """Restore which parameters require gradients."""
         for p, requires in self._requires:
             if p.requires_grad is not requires:
                 p.requires_grad_(requires)
 
     def moved(self) -> list[Tensor]:
-        """The tensors without a copy that have changed, and so can't be put back."""
+        """The tensors without a copy that have changed, and so cannot be restored."""
         return [kept.tensor for kept in self._others if kept.copy is None and kept.changed()]
 
     def take_over(self, module: nn.Module) -> None:
-        """Keep the present attributes of a module in place of those at the beginning."""
+        """Keep the present attributes of a module instead of the initial ones."""
         if module in self._attributes:
             self._attributes[module] = _Attributes(module)
 
 
 class _Attributes:
-    """The attributes of one module, its own alone."""
+    """The attributes of one module, without its submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._own = vars(module)
@@ -157,7 +158,7 @@ def _shallow(value: Any) -> Any:
 
 
 def _refill(value: Any, entries: Any) -> None:
-    """Put the entries of a collection back into it."""
+    """Restore the entries of a collection."""
     if isinstance(value, list):
         value[:] = entries
     elif isinstance(value, dict):
@@ -186,7 +187,7 @@ class _Kept:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Put the value back; whether it had changed."""
+        """Restore the value; return whether it had changed."""
         assert self.copy is not None
         moved = not same_bits(self.tensor, self.copy)
         if moved:
@@ -205,7 +206,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def sum_of_bits(x: Tensor) -> int | None:
-    """A number that changes with any one entry; None where the layout has no such view."""
+    """A number that changes if any one entry changes; None if the layout has no such view."""
     integers = _INTEGERS.get(x.itemsize)
     if integers is None or type(x) not in (Tensor, nn.Parameter, nn.Buffer):
         return None
@@ -214,7 +215,7 @@ def sum_of_bits(x: Tensor) -> int | None:
 
 @torch.no_grad()
 def put_back(tensor: Tensor, kept: Tensor) -> None:
-    """The kept value into a tensor, also where other storage was put under it."""
+    """Copy the kept value into a tensor, even if its storage was replaced."""
     if tensor.shape == kept.shape and tensor.dtype == kept.dtype and tensor.device == kept.device:
         tensor.copy_(kept)
     else:
@@ -222,7 +223,7 @@ def put_back(tensor: Tensor, kept: Tensor) -> None:
 
 
 def _holds_values(x: Tensor) -> bool:
-    """Whether a tensor can have been changed by hand: a plain leaf with memory of its own."""
+    """Whether user code can have changed a tensor: a plain leaf with its own memory."""
     return (
         x.grad_fn is None
         and x.layout == torch.strided

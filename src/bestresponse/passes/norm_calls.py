@@ -1,4 +1,4 @@
-"""Calls of norms with running statistics, by whatever module or function, as a function mode sees them."""
+"""Calls of norms with running statistics, by any module or function, as a function mode sees them."""
 
 from collections.abc import Callable, Iterable
 from inspect import signature
@@ -20,7 +20,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.batch_norm: torch_batch_norm,
     torch.instance_norm: torch_instance_norm,
 }
-# The names of each function's arguments, which its form has after torch's own.
+# The names of each function's arguments: in its form they follow torch's own function.
 _ARGUMENTS: dict[Any, list[str]] = {f: list(signature(form).parameters)[1:] for f, form in _FORMS.items()}
 # Which running mean: the module that holds it and its name there (or where it lies in memory), offset, shape.
 Key = tuple[nn.Module | None, str, int, torch.Size]
@@ -46,9 +46,9 @@ class NormCalls(TorchFunctionMode):
         raise NotImplementedError
 
     def key(self, mean: Tensor) -> Key:
-        """Which buffer of this pass a running mean is, or is a part of."""
+        """The buffer of this pass that a running mean is, or is a part of."""
         pointer = mean.untyped_storage().data_ptr()
-        if pointer not in self._buffers:  # each pass has its own; those of the last are held until here
+        if pointer not in self._buffers:  # each pass has its own; those of the last pass are held until here
             self._buffers = {
                 buffer.untyped_storage().data_ptr(): (module, name, buffer)
                 for module, buffers in self._passes.buffers().items()
@@ -67,7 +67,7 @@ def of_batch(func: Any, call: dict[str, Any]) -> bool:
 
 
 def ordinary(x: Tensor) -> bool:
-    """Whether a tensor has a memory of its own, and no transform or compiler is at work."""
+    """Whether a tensor has its own memory, and no transform or compiler is active."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()

@@ -1,4 +1,4 @@
-"""Norms whose gradient is cheap to differentiate, and right to every order.
+"""Norms whose gradient is cheap to differentiate, and right at every order.
 
 With x̂ = (x − μ) r and r = 1/√(σ² + ε), the outputs are w x̂ + b, and the gradient is
 
@@ -11,8 +11,8 @@ the inner product of these three with (v, a, b) has the derivatives
     with respect to w:  Σ g P(v),
     with respect to x:  P(a g − r mean(v x̂) w g) − r mean(w g x̂) P(v) − r mean(w g P(v)) x̂.
 
-Those of x and w are in a node of their own, so that autograd leaves out what is not asked for. (In torch's own second
-derivatives μ and r are constants, so that the third ones are wrong.)
+The derivatives of x and w have their own node, so autograd can skip what is not needed. (Torch's own second
+derivatives treat μ and r as constants, so its third derivatives are wrong.)
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Norm(ABC):
-    """One run of a norm: by plain operations here, and by few kernels in what derives from it."""
+    """One run of a norm: by plain operations here, and by few kernels in the subclasses."""
 
     mean: Tensor
     scale: Tensor  # r
@@ -42,7 +42,7 @@ class Norm(ABC):
 
     @abstractmethod
     def gradients(self, g: Tensor, x: Tensor, w: Tensor, wanted: Sequence[bool]) -> Any:
-        """Those with respect to x, w and b."""
+        """The gradients with respect to x, w and b."""
 
     @abstractmethod
     def of_gradients(self, v: Three, x: Tensor, w: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ class Norm(ABC):
 
     @abstractmethod
     def of_rest(self, v: Sequence[Tensor], gradients: Three, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Those with respect to x and w; ``gradients`` are g itself, Σ g x̂ and Σ g."""
+        """The derivatives with respect to x and w; ``gradients`` are g itself, Σ g x̂ and Σ g."""
 
     def along(self, of_weights: Tensor, x: Tensor) -> Tensor:
-        """A tensor of the weights' shape, as it goes with x."""
+        """A tensor of the weights' shape, broadcast against x."""
         shape = [1 if d - x.ndim in self.rest else n for d, n in enumerate(x.shape)]
         return of_weights.view(shape)
 
@@ -108,9 +108,9 @@ class Norm(ABC):
 def normalised(
     own: Own, norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]
 ) -> Any:
-    """The outputs in our form, for weights of this shape; by plain operations where a transform is at work.
+    """The outputs in this form, for weights of this shape; by plain operations if a transform is active.
 
-    Before those torch's own function runs, for its errors and for the running statistics.
+    Torch's own function runs first, for its errors and for the running statistics.
     """
     wide_x = wide(x)
     w, b = (None if t is None else wide(t) for t in (weight, bias))

@@ -1,4 +1,4 @@
-"""Runs of a problem's losses that leave nothing behind: each starts from the same state, and all is put back."""
+"""Runs of a problem's losses without side effects: each starts from the same state, and everything is restored."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,25 +31,25 @@ _innermost: ContextVar["Passes[Any] | None"] = ContextVar("_innermost", default=
 
 
 class Passes(Generic[P]):
-    """Runs a problem's losses so that nothing of it is left behind.
+    """Runs a problem's losses without side effects.
 
-    Buffers, training modes, ``.grad`` and the random state of every device are put back at the end, also after
-    an error. Each pass starts from the same buffers and the same random state, so that all of them see
-    the same dropout masks; with a seed, from an independent draw. Of several `Batches` each has a random
-    state of its own. The same holds for what registered modules keep beside weights and buffers: frozen parameters,
+    Buffers, training modes, ``.grad`` and the random state of every device are restored at the end, even after
+    an error. Each pass starts from the same buffers and the same random state, so all passes use
+    the same dropout masks; with a seed, they come from an independent draw. Each of several `Batches` has its own
+    random state. The same holds for other state of registered modules: frozen parameters,
     and attributes with their entries (numbers, tensors, generators, lists), but nothing deeper. Tensors that do not
-    fit into 256 MiB together are not put back, but named where they changed. A pass that changes a weight or
+    fit into 256 MiB together are not restored; a warning names them if they changed. A pass that changes a weight or
     a hyperparameter is an error. Embeddings have dense gradients.
 
     For second derivatives, attention and recurrent layers run by plain operations, and convolutions and norms in
-    forms of our own, since torch's backward of them has no derivative, a wrong one or a slow one. For first
+    their own forms, since torch's backward of them has no derivative, a wrong one or a slow one. For first
     derivatives, recurrent layers in eval mode run without cuDNN, which refuses them.
 
     Attributes:
-        problem: whose losses they are.
-        weight_optimizer: what trains the weights, for methods that look at its state; None if not known.
+        problem: the problem with the losses.
+        weight_optimizer: the optimiser of the weights, for methods that read its state; None if not known.
         twice: whether the losses will be differentiated twice.
-        statistics_follow: whether running statistics follow the weights; else they are constants.
+        statistics_follow: whether running statistics depend on the weights; if not, they are constants.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Passes(Generic[P]):
             self._stack.enter_context(dense_embeddings(self._training, self.twice))
             self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
             self._live = problem.live()
-            renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are put back below
+            renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are restored below
             self._fixed = {n: p for n, p in self._live.items() if id(p) not in renormed}
             self._grads = [(p, p.grad) for p in self._live.values()]
             self._state = ModuleState(self._training, self._live, problem.watch.silent, problem.watch.first)
@@ -110,21 +110,21 @@ class Passes(Generic[P]):
 
     @property
     def innermost(self) -> bool:
-        """Whether no other passes run inside of these, as those of a hypergradient that a loss computes."""
+        """Whether no other passes run inside these, such as those of a hypergradient that a loss computes."""
         return _innermost.get() is self
 
     def train_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
-        """L_T at the live weights, or at ``weights`` in their place, as a checked scalar."""
+        """L_T at the live weights, or at ``weights`` instead, as a checked scalar."""
         return self._mean("train_loss", batch, weights)
 
     def val_loss(self, batch: Any, weights: Tree | None = None) -> Tensor:
-        """L_V, likewise, in the mode that the problem asks for; differentiate it within `validating`."""
+        """L_V, likewise, in the problem's validation mode; differentiate it within `validating`."""
         with self.validating():
             return self._mean("val_loss", batch, weights)
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """The mode of the validation loss, for its backward pass too, which may run parts of the model again."""
+        """The mode of the validation loss, also for its backward pass, which may run parts of the model again."""
         if self.problem.val_mode == "as_is" or self._validating:
             yield
             return
@@ -136,28 +136,28 @@ class Passes(Generic[P]):
             self._validating = False
 
     def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-        """A context for what runs a loss, or a part of it: raises where it edits weights or hyperparameters."""
+        """A context for running a loss, or a part of it; raises if that edits weights or hyperparameters."""
         return self.problem.watch.over(name, {**self._fixed, **(weights or {})})
 
     def conclude(self) -> None:
-        """Name parameters of others in the losses, after the last pass."""
+        """Warn of foreign parameters in the losses, after the last pass."""
         self._refuse_filled()
         for name, foreign in self._foreign.items():
             warn_of_foreign_parameters(self.problem, name, foreign)
 
     def _refuse_filled(self) -> None:
-        """Raise where a backward pass put the gradients of weights into their ``.grad``."""
+        """Raise if a backward pass put the gradients of weights into their ``.grad``."""
         if filled := [name for name, p in self._live.items() if p.grad is not None]:
             raise SecondDerivativeError(
                 f"the derivatives of {named(filled)} must come out of torch.autograd.grad; a function of the model "
-                "runs a backward pass inside its own, which fills .grad in their place (reversible blocks, home-made "
-                "checkpoints), so that paths are lost. Use torch.utils.checkpoint with use_reentrant=False, or run "
+                "runs a backward pass inside its own, which fills .grad instead (reversible blocks, custom "
+                "checkpoints), so paths are lost. Use torch.utils.checkpoint with use_reentrant=False, or run "
                 "these parts without it."
             )
 
     @contextmanager
     def numbered(self, number: int) -> Iterator[None]:
-        """Run passes as those of the batch with this number among several."""
+        """Run passes for the batch with this number among several."""
         try:
             self._number = number
             yield
@@ -194,7 +194,7 @@ class Passes(Generic[P]):
                         self._losses, placed, (function, batch), tie_weights=False
                     )
         self._state.unfreeze()
-        for p in self._live.values():  # a backward pass inside the loss fills them too
+        for p in self._live.values():  # a backward pass inside the loss also fills them
             p.grad = None
         loss = checked_loss(name, loss)
         if problem.watch.first and (foreign := foreign_parameters(problem, loss)):
@@ -205,7 +205,7 @@ class Passes(Generic[P]):
         return loss
 
     def carry(self, buffers: Buffers) -> None:
-        """Let all following passes start from these buffers; from those at the beginning with an empty dict."""
+        """Let all following passes start from these buffers; with an empty dict, from the initial buffers."""
         self._carried = buffers
 
     def buffers(self) -> Buffers:
@@ -253,7 +253,7 @@ class Passes(Generic[P]):
             self._tell(moved)
 
     def _collect(self) -> None:
-        """Take over buffers that a pass made or grew: a cache, to which other state of the module belongs."""
+        """Adopt buffers that a pass created or enlarged: a cache that belongs to other state of the module."""
         for module, buffers in self._buffers.items():
             for name, buffer in module._buffers.items():
                 kept = buffers.get(name)
@@ -264,18 +264,18 @@ class Passes(Generic[P]):
                     self._state.take_over(module)
 
     def _tell(self, moved: Sequence[Tensor]) -> None:
-        """Name tensors that passes changed and that are too large to be put back, once."""
+        """Warn once of tensors that passes changed and that are too large to restore."""
         names = named(places_of(self._losses, moved))
         self.problem.warn_once(
             "too large",
-            f"a pass changed {names}, and the tensors of the modules beside weights and buffers are larger than "
-            f"{LARGEST // 2**20} MiB, of which the largest are not put back: each hypergradient leaves a trace in "
+            f"a pass changed {names}, and the tensors of the modules besides weights and buffers are larger than "
+            f"{LARGEST // 2**20} MiB; the largest of them are not restored: each hypergradient changes "
             "them. Update them outside the losses.",
         )
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Eval mode for all modules, and then each as it was."""
+        """Eval mode for all modules; restores the mode of each afterwards."""
         try:
             self.problem.model.eval()
             self.problem.hyper.eval()

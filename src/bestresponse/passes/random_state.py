@@ -25,7 +25,7 @@ def snapshot() -> State:
 
 
 def restore(states: State) -> None:
-    """Put a snapshot back; devices that are no longer there are left out."""
+    """Restore a snapshot, without devices that no longer exist."""
     devices = {f"device {index}": (module, index) for module, index in _accelerators()}
     for name, state in states:
         if name == "torch":
@@ -41,7 +41,7 @@ def restore(states: State) -> None:
 
 def seed_all(seed: int) -> None:
     """Seed every global generator."""
-    # torch.manual_seed notes the call's whole stack for devices that may come, which takes a millisecond.
+    # torch.manual_seed records the whole call stack for future devices, which takes a millisecond.
     (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -50,7 +50,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed every global generator, and put their states back afterwards."""
+    """Seed every global generator, and restore their states afterwards."""
     states = snapshot()
     try:
         seed_all(seed)
@@ -84,7 +84,7 @@ def states_of(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_states(own: dict[str, Any], states: dict[str, Any]) -> None:
-    """Put the states of `generators` back, by name."""
+    """Restore the states of `generators`, by name."""
     for name in own.keys() & states.keys():
         generator, state = own[name], states[name]
         if isinstance(generator, torch.Generator):

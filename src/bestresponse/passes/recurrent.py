@@ -25,7 +25,7 @@ Step = Callable[[Tensor, State, _Weights], State]
 
 
 def lstm_step(gates: Tensor, state: State, weights: _Weights) -> State:
-    """(h, c), and as hidden state h or its projection."""
+    """The state (h, c), with h or its projection as hidden state."""
     i, f, g, o = torch.addmm(gates, state[0], weights.of_state).unsafe_chunk(4, 1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
@@ -112,7 +112,7 @@ class _Call(dict[str, Any]):
 def _scan(
     step: Step, gates: Sequence[Tensor], start: State, weights: _Weights, backwards: bool
 ) -> tuple[list[Tensor], State]:
-    """The outputs of all steps and the last state; of packed sequences there are the fewer the later the step."""
+    """The outputs of all steps and the last state; with packed sequences, later steps have fewer sequences."""
     outputs, ended = [], []
     state = tuple(s[: len(gates[-1])] for s in start) if backwards else start
     for part in reversed(gates) if backwards else gates:

@@ -11,23 +11,23 @@ from .. import _tree
 from ..errors import ArgumentError
 from .arithmetic import Arithmetic
 
-# Two steps that differ by more, relatively, tell too little.
+# Two steps with a larger relative difference are not reliable.
 APART = 0.1
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a verification was made in: the arithmetic, and the size of each tensor of weights."""
+    """The circumstances of a verification: the arithmetic, and the size of each tensor of weights."""
 
     arithmetic: Arithmetic
     sizes: Mapping[str, float]
 
     def data(self, **more: Any) -> dict[str, Any]:
-        """As plain data, for what a problem remembers."""
+        """The circumstances as plain data, for the state on a problem."""
         return {"precision": self.arithmetic.name, "sizes": dict(self.sizes), **more}
 
     def same(self, data: Mapping[str, Any] | None) -> bool:
-        """Whether these are the circumstances of then: the same arithmetic, and no tensor twice or half as large."""
+        """Whether the circumstances are the same: the same arithmetic, and no tensor twice or half as large."""
         if data is None or data["precision"] != self.arithmetic.name:
             return False
         before = data["sizes"]
@@ -58,7 +58,7 @@ def relative_distance(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | N
 
 
 def refuse_half_precision(who: str, weights: Mapping[str, Tensor]) -> None:
-    """Raise for weights that round small changes away."""
+    """Raise if weights would round small changes away."""
     coarse = [n for n, w in weights.items() if w.is_floating_point() and w.element_size() < 4]
     if coarse:
         raise ArgumentError(

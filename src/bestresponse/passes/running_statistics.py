@@ -1,4 +1,4 @@
-"""Running statistics of norms: a loss in eval mode reads them, the training passes move them, so they follow w and λ.
+"""Running statistics of norms: a loss in eval mode reads them, training passes move them; they depend on w and λ.
 
 A training pass moves the running mean or variance s of a norm at each call of it, k = 1 … n, by
 
@@ -8,9 +8,9 @@ Where the passes repeat, s tends to the fixed point of the n updates together,
 
     s(w, λ) = Σ_k c_k t_k(w, λ),     c_k = m_k Π_{j>k} (1 − m_j) / (1 − d),     d = Π_j (1 − m_j),
 
-which for one call is t₁ itself. Several batches follow one another in each pass, so that all calls of the i-th of B
-batches have the factor d^(B − i) (1 − d) / (1 − d^B) beside, whatever the batch's weight in the loss. A cumulative
-average (``momentum=None``) has 1/n in the place of c_k and 1/B as that factor. With s̄ = ∂L_V/∂s at the present running
+which for one call is t₁ itself. Several batches follow one another in each pass, so all calls of the i-th of B
+batches have the additional factor d^(B − i) (1 − d) / (1 − d^B), whatever the batch's weight in the loss. A cumulative
+average (``momentum=None``) has 1/n instead of c_k and 1/B as that factor. With s̄ = ∂L_V/∂s at the present running
 statistics, the gradient of the validation loss is
 
     ∂L_V/∂(w, λ) + (∂s/∂(w, λ))ᵀ s̄.
@@ -39,9 +39,9 @@ class _Read(NamedTuple):
 
 
 class Reading(NormCalls):
-    """The part of ∂L_V that comes through running statistics: what a loss reads of them, and what moves them.
+    """The part of ∂L_V through running statistics: the statistics that a loss reads, and the calls that move them.
 
-    The loss runs with it as a context, and is differentiated by `gradients`; then `followed` makes a training pass,
+    Run the loss in this context and differentiate it by `gradients`. Then `followed` makes a training pass,
     unless the loss has read no running statistics.
 
     Attributes:
@@ -59,13 +59,13 @@ class Reading(NormCalls):
 
     @property
     def detail(self) -> str:
-        """What a report should say of it."""
+        """The note for a report."""
         count = len(self.norms)
         return f"running statistics of {count} norm{'s' * (count > 1)} differentiated" if count else ""
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The statistics that the loss has read since the last `take`, each reading as leaves of its own."""
+        """The statistics that the loss has read since the last `take`; each reading has its own leaves."""
         return [leaf for read in self._reads for leaf in read.leaves]
 
     def norm(self, func: Any, call: dict[str, Any]) -> Any:
@@ -119,7 +119,7 @@ class Reading(NormCalls):
         return total
 
     def _tell_unseen(self) -> None:
-        """Warn once of running statistics that move, and that the loss may have read out of sight."""
+        """Warn once of running statistics that move, and that the loss may have read where calls cannot be seen."""
         unseen = self._transformed | out_of_sight(self._passes.problem.model)
         unseen -= {module for module, *_ in self._cotangents}
         if unseen and self._passes.problem.val_mode == "eval":
@@ -127,8 +127,8 @@ class Reading(NormCalls):
             self._passes.problem.warn_once(
                 "unseen statistics",
                 f"val_loss may read the running statistics of {sorted(names[m] for m in unseen)[:5]} where they cannot "
-                "be followed, in a compiled or scripted module or a transform of torch.func: they are taken as "
-                "constants, although training moves them. Give Problem the module as it was before that, or train "
+                "be followed, in a compiled or scripted module or a transform of torch.func: they count as "
+                "constants, although training moves them. Give Problem the original module, or train "
                 "with these norms in eval mode.",
             )
 
@@ -184,14 +184,14 @@ class _Updates(NormCalls):
             problem.warn_once(
                 "hidden statistics",
                 f"train_loss moves the running statistics of {[names.get(k[0], k[1]) for k in hidden][:5]} under "
-                "no_grad or in a transform of torch.func, where they cannot be followed: that part is taken as "
+                "no_grad or in a transform of torch.func, where they cannot be followed: that part counts as "
                 "constant. Let that pass run with gradients, or with these norms in eval mode.",
             )
         if both := [k for k in moved if k in self._read]:
             problem.warn_once(
                 "statistics of training",
                 f"train_loss reads the running statistics of {[names.get(k[0], k[1]) for k in both][:5]}, which it "
-                "moves as well: its gradient and curvature take them as constants. Normalise by the batch there.",
+                "also moves: its gradient and curvature treat them as constants. Normalise by the batch there.",
             )
 
 
@@ -221,7 +221,7 @@ def _of_input(call: _Update, of_mean: Tensor, of_var: Tensor, share: float) -> T
 
 
 def _normalised(func: Any, call: dict[str, Any], mean: Tensor, var: Tensor) -> Tensor:
-    """The call with these equal statistics in place of its own: torch's kernel, and what they change of its affine map.
+    """The call with these equal statistics instead of its own: torch's kernel, and the change of its affine map.
 
     (x − μ) r w + b = ((x − μ₀) r₀) ρ w + b + (μ₀ − μ) r w,   r = 1/√(σ² + ε),   ρ = r / r₀, which is one.
     """

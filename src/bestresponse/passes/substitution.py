@@ -1,4 +1,4 @@
-"""Other tensors in the place of weights: where they go, and what can't run with them."""
+"""Replacing weights by other tensors: the places to replace, and the models that cannot run with them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,16 +25,16 @@ class Losses(nn.Module):
 
 
 _NO_CHECKPOINTS = (
-    "this method puts other tensors in the place of the weights, and needs a forward pass without "
+    "this method replaces the weights by other tensors, and needs a forward pass without "
     "torch.utils.checkpoint and other hooks of saved tensors: a part that is computed again in the backward pass "
-    "would see the weights themselves. Turn it off in the model, or use Implicit() with Hessian() or GaussNewton, "
+    "would use the weights themselves. Turn it off in the model, or use Implicit() with Hessian() or GaussNewton, "
     "which work with use_reentrant=False."
 )
 
 
 @contextmanager
 def no_checkpoints() -> Iterator[None]:
-    """Refuse checkpointing where other tensors stand in the place of weights: with these back it computes others."""
+    """Refuse checkpointing while other tensors replace the weights: the second run would use the weights."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTS):
             yield
@@ -47,7 +47,7 @@ def no_checkpoints() -> Iterator[None]:
 def places(root: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Every place of these tensors below ``root``, with the tensor's name; each place once.
 
-    functional_call does not put back what it replaced twice, as in a module that is registered under two names.
+    functional_call does not restore a tensor that it replaced twice, as in a module registered under two names.
     """
     names = {id(x): name for name, x in tensors.items()}
     return {
@@ -63,6 +63,6 @@ def refuse_max_norm(model: nn.Module, who: str) -> None:
     bounded = [name for name, module in model.named_modules() if has_max_norm(module)]
     if bounded:
         raise ArgumentError(
-            f"{who} puts other values in the place of the weights and needs embeddings without max_norm, which edits "
+            f"{who} replaces the weights by other values and needs embeddings without max_norm, which edits "
             f"them outside the graph; got {bounded[:5]} with it. Normalise the looked-up rows in the model's forward."
         )

@@ -1,4 +1,4 @@
-"""Which tensors the forms of functions take, and in which type they compute."""
+"""The tensors that the forms of functions accept, and the type in which they compute."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -25,7 +25,7 @@ def eager(given: Sequence[Tensor]) -> bool:
 
 
 def plain(given: Sequence[Tensor]) -> bool:
-    """Whether these are real tensors of one dtype and place, not empty, and no transform is at work.
+    """Whether these are real tensors of one dtype and device, not empty, and no transform is active.
 
     Transforms of torch.func, batched gradients and dual numbers know torch's own functions only.
     """
@@ -61,7 +61,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def wide(x: Tensor) -> Tensor:
-    """X in this precision."""
+    """The tensor x in this precision."""
     return x.to(wide_dtype(x))
 
 
@@ -89,7 +89,7 @@ def computes_as_tensor(kind: type) -> bool:
 def unseen(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that also takes what was saved, and whose own calls of torch no function mode sees.
 
-    What was saved is looked up before, since a checkpoint computes it again, by forms.
+    Saved tensors are unpacked before that, since a checkpoint computes them again, by forms.
     """
 
     @wraps(backward)

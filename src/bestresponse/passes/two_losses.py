@@ -1,4 +1,4 @@
-"""What a run of the losses reads of a problem."""
+"""The part of a problem that a run of the losses uses."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""Weights and hyperparameters stay as they are in a pass: whoever edits them is named."""
+"""Checks that weights and hyperparameters do not change in a pass, and names the loss that edits them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,15 +10,15 @@ from .module_state import put_back, same_bits, sum_of_bits
 
 
 class Watch:
-    """Compares weights and hyperparameters before and after a pass, and raises where they moved.
+    """Compares weights and hyperparameters before and after a pass, and raises if they changed.
 
     The first hypergradient of a problem compares values, which also shows edits through ``.data``. Later ones
-    compare values where the first one met an edit in place, and else the versions of the tensors.
+    compare values if the first one met an edit in place, and otherwise the versions of the tensors.
 
     Attributes:
         first: whether the first hypergradient runs now.
-        done: whether it has run to its end.
-        silent: identities of other tensors that change without a trace in their version.
+        done: whether the first hypergradient is complete.
+        silent: identities of other tensors that change without a new version.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class Watch:
             before = {key: sum_of_bits(x) for key, x in tensors.items()}
             yield
             if moved := [key for key, x in tensors.items() if sum_of_bits(x) != before[key]]:
-                raise _moved("a hypergradient's backward pass", moved, "They could not be put back.")
+                raise _moved("a hypergradient's backward pass", moved, "They could not be restored.")
             self.done = True
         finally:
             self.first = False
 
     @contextmanager
     def over(self, name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Raise where one pass of the loss of this name changes one of these."""
+        """Raise if one pass of the loss with this name changes one of these."""
         versions = {key: x._version for key, x in tensors.items()}
         kept = {key: x for key, x in tensors.items() if self.first or key in self._edited}
         with unmoved(name, kept):
@@ -53,12 +53,12 @@ class Watch:
         if self.first:
             self._edited.update(edited)
         elif self.done and (unseen := [key for key in edited if key not in self._edited]):
-            raise _moved(name, unseen, "They could not be put back.")
+            raise _moved(name, unseen, "They could not be restored.")
 
 
 @contextmanager
 def unmoved(name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put back what has other values at the end, and raise where nothing else was raised."""
+    """Restore tensors whose values differ at the end, and raise unless another error was raised."""
     kept = {key: x.detach().clone() for key, x in tensors.items()}
     moved: list[str] = []
     try:
@@ -69,7 +69,7 @@ def unmoved(name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
                 put_back(x, kept[key])
                 moved.append(key)
     if moved:
-        raise _moved(name, moved, "They are as before again.")
+        raise _moved(name, moved, "Their values have been restored.")
 
 
 def _moved(name: str, keys: list[str], end: str) -> EvaluationError:

@@ -1,1 +1,1 @@
-"""What surrounds `Tuner`: callbacks, checkpoints, streams of batches, and what it requires of its optimisers."""
+"""Support for `Tuner`: callbacks, checkpoints, streams of batches, and checks of its optimisers."""

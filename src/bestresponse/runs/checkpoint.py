@@ -1,4 +1,4 @@
-"""Save and load a whole run: one file, written atomically, from which it goes on as if nothing had happened."""
+"""Save and load a whole run: one file, written atomically, from which it continues as if it had not stopped."""
 
 import contextlib
 import os
@@ -24,10 +24,10 @@ _PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_sche
 
 
 def save(tuner: SavedRun, path: str | Path) -> None:
-    """Write everything that ``tuner`` needs to go on; see `Tuner.save`."""
+    """Write everything that ``tuner`` needs to continue; see `Tuner.save`."""
     problem = tuner.problem
     state = problem.state(tuner.method)
-    # A run that was loaded and has not gone on since is still where it was saved.
+    # A loaded run that has not continued yet is still at its saved position.
     where = tuner.resumed or {
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},
         "random": random_state.snapshot(),
@@ -69,7 +69,7 @@ def save(tuner: SavedRun, path: str | Path) -> None:
 
 
 def load(tuner: SavedRun, path: str | Path) -> None:
-    """Put ``tuner`` where the run was that was saved; see `Tuner.load`."""
+    """Restore the saved run in ``tuner``; see `Tuner.load`."""
     content = _read(path)
     problem, parts = tuner.problem, _parts(tuner)
     for name in _MODULES:
@@ -78,12 +78,12 @@ def load(tuner: SavedRun, path: str | Path) -> None:
     saved = {name: kind for name, (kind, _) in content["parts"].items()}
     if kinds != saved:
         raise ArgumentError(
-            f"the tuner must be made as the one that was saved, with {saved}; got {kinds}. Make it in the same way."
+            f"the tuner must be made like the saved one, with {saved}; got {kinds}. Make it in the same way."
         )
     differing = [f"{n}={x!r}" for n, x in content["settings"].items() if getattr(tuner, n) != x]
     if differing:
         warnings.warn(
-            f"the run goes on with this tuner's settings; the saved one had {', '.join(differing)}.",
+            f"the run continues with this tuner's settings; the saved one had {', '.join(differing)}.",
             BestResponseWarning,
             stacklevel=3,
         )
@@ -104,7 +104,7 @@ def load(tuner: SavedRun, path: str | Path) -> None:
 
 
 def _parts(tuner: SavedRun) -> dict[str, Any]:
-    """Optimisers and schedulers; a function that moves the weights counts if it has a state."""
+    """Optimisers and schedulers, and a function that moves the weights if it has a state."""
     parts = {name: getattr(tuner, name) for name in _PARTS}
     return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
@@ -123,15 +123,15 @@ def _load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
         except (ValueError, KeyError) as error:
             for other, state in before:
                 other.load_state_dict(state)
-            raise ArgumentError(f"{name} must be like the one that was saved: {error}") from error
+            raise ArgumentError(f"{name} must be like the saved one: {error}") from error
         before.append((part, earlier))
 
 
 def _as_data(value: Any, place: str) -> Any:
-    """The same as tensors and Python's own types, which can be read back without running code.
+    """The same data as tensors and Python's own types, which can be read without running code.
 
     Raises:
-        ArgumentError: there is something else in it; the message says where.
+        ArgumentError: the data holds something else; the message names the place.
     """
     if value is None or isinstance(value, bytes | Tensor | torch.Size | torch.dtype | torch.device):
         return value
@@ -140,7 +140,7 @@ def _as_data(value: Any, place: str) -> Any:
             return value if type(value) is kind else kind(value)
     if isinstance(value, dict):
         data = {_as_data(k, place): _as_data(x, f"{place}[{k!r}]") for k, x in value.items()}
-        # A module's state keeps versions in an attribute; a counter or a default dict its kind.
+        # A module's state keeps versions in an attribute; a counter or a default dict keeps its kind.
         unchanged = all(data.get(k) is x for k, x in value.items())
         return value if unchanged and type(value) in (OrderedDict, Counter) else data
     if type(value) in (list, tuple):
@@ -150,18 +150,18 @@ def _as_data(value: Any, place: str) -> Any:
     if hasattr(value, "tolist"):  # NumPy's numbers and arrays
         return _as_data(value.tolist(), place)
     raise ArgumentError(
-        f"what Tuner.save writes must be tensors and plain data (numbers, texts, lists, dicts); got a "
-        f"{type(value).__name__} at {place}. Leave it out of that state_dict, or make plain data of it."
+        f"Tuner.save can write only tensors and plain data (numbers, texts, lists, dicts); got a "
+        f"{type(value).__name__} at {place}. Leave it out of that state_dict, or convert it to plain data."
     )
 
 
 def _read(path: str | Path) -> dict[str, Any]:
     advice = f"Tuner.load needs a file written by Tuner.save; got {str(path)!r}"
     if not Path(path).is_file():
-        raise ArgumentError(f"{advice}, where there is no file.")
+        raise ArgumentError(f"{advice}, which does not exist.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever reading something else may raise
+    except Exception as error:  # any error from reading another kind of file
         raise ArgumentError(
             f"{advice}, which cannot be read: {str(error) or type(error).__name__}"
         ) from error
@@ -171,7 +171,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:
-    """The state dict, and beside it the buffers that it leaves out."""
+    """The state dict, and the buffers that it leaves out."""
     state = module.state_dict()
     return {"state": state, "buffers": {n: b for n, b in module.named_buffers() if n not in state}}
 
@@ -181,7 +181,7 @@ def _check_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Non
     if present != stored:
         differing = sorted(n for n in present.keys() | stored.keys() if present.get(n) != stored.get(n))
         raise ArgumentError(
-            f"{name} must have the tensors that were saved; it differs in {differing[:5]}. Make it in the same way."
+            f"{name} must have the saved tensors; it differs in {differing[:5]}. Make it in the same way."
         )
 
 
@@ -207,7 +207,7 @@ def _load_method(tuner: SavedRun, saved: Mapping[str, Any]) -> None:
     problem = tuner.problem
     if saved["settings"] != settings_of(tuner.method):
         warnings.warn(
-            f"what the method remembers is not restored, since it has other settings: saved by {saved['settings']}, "
+            f"the method's state is not restored, since its settings differ: saved by {saved['settings']}, "
             f"got {settings_of(tuner.method)}.",
             BestResponseWarning,
             stacklevel=4,
@@ -224,7 +224,7 @@ def _load_method(tuner: SavedRun, saved: Mapping[str, Any]) -> None:
 
 
 def _placed(value: Any, weights: Mapping[str, Tensor], place: torch.device) -> Any:
-    """The same data with its tensors where the weights are."""
+    """The same data with its tensors on the device of the weights."""
     if isinstance(value, Tensor):
         return value.to(place)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What `Tuner` requires of its optimisers, and their settings."""
+"""Checks of the optimisers and settings of `Tuner`."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ def check_settings(
     policy: str,
     schedulers: Mapping[str, object],
 ) -> None:
-    """Raise for an argument of `Tuner` out of its range."""
+    """Raise if an argument of `Tuner` is out of its range."""
     if weight_steps < 1 or warmup_steps < 0:
         raise ArgumentError(
             "Tuner needs weight_steps ≥ 1 and warmup_steps ≥ 0; got "
@@ -34,7 +34,7 @@ def check_settings(
 
 
 def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
-    """Raise for what cannot train the weights: it must hold all of them, no hyperparameter, and have no decay."""
+    """Raise unless the optimiser can train the weights: it holds all weights, no hyperparameter, and has no decay."""
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"Tuner.problem must be a Problem; got {type(problem).__name__}.")
     if not isinstance(optimizer, Optimizer):
@@ -54,12 +54,12 @@ def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
         raise ArgumentError(
             "the weight optimiser must have weight_decay=0, since its own decay moves the weights but is not in "
             f"train_loss, which is differentiated; got {sorted(decayed)}. Add the decay to train_loss, where it "
-            "can be tuned too: hyperparameters.WeightDecay."
+            "can also be tuned: hyperparameters.WeightDecay."
         )
     if any(g.get("maximize") for g in optimizer.param_groups):
         raise ArgumentError(
-            "the weight optimiser must minimise train_loss; got maximize=True. Leave it out, or turn the "
-            "loss's sign."
+            "the weight optimiser must minimise train_loss; got maximize=True. Leave it out, or change the "
+            "sign of the loss."
         )
     held = _held(optimizer)
     tuned = [n for n, p in problem.hyperparameters.items() if id(p) in held]
@@ -72,12 +72,12 @@ def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
     if missing:
         raise ArgumentError(
             f"the weight optimiser must hold every weight; it lacks {missing[:5]}. Make it with "
-            "problem.weights.values(), or freeze those with requires_grad_(False) before Problem is made."
+            "problem.weights.values(), or freeze those with requires_grad_(False) before you make the Problem."
         )
 
 
 def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
-    """Raise for what cannot tune the hyperparameters: it must hold all of them, and nothing else."""
+    """Raise unless the optimiser can tune the hyperparameters: it holds all of them and nothing else."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"the hyper-optimiser must be a torch optimiser; got {type(optimizer).__name__}."
@@ -98,13 +98,13 @@ def _held(optimizer: Optimizer) -> set[int]:
 
 
 def penalties_at_zero(problem: Problem) -> list[Kinked]:
-    """The penalties with a kink at zero; warns of those whose weights are not known."""
+    """The penalties with a kink at zero; warns of penalties whose weights are unknown."""
     fit, others = fitting(problem.hyper, problem.model)
     if others:
         problem.warn_once(
             "kinked penalties",
             f"{[type(module).__name__ for module in others]} have kinks at zero and were made for a part of the model: "
-            "Tuner can't hold weights at zero for them, and hypergradients take the weights as responding. Make them "
+            "Tuner can't hold weights at zero for them, and hypergradients assume that the weights respond. Make them "
             "with the model of the problem, as in WeightDecay(model, power=1, exclude=[...]).",
         )
     return fit

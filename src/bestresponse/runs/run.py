@@ -1,4 +1,4 @@
-"""What callbacks and checkpoints read of a run."""
+"""The parts of a run that callbacks and checkpoints use."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ class Remembering(Protocol):
     """A method, as a checkpoint sees it."""
 
     def parts_that_remember(self) -> Mapping[str, object]:
-        """Its parts that have a state of their own on a problem, by name."""
+        """The parts of the method that have their own state on a problem, by name."""
 
 
 class Run(Protocol):
@@ -20,8 +20,8 @@ class Run(Protocol):
 
     Attributes:
         history: a dict for each hyper-step.
-        hyper_step, last_hyper_step: the number of hyper-steps made, and that at which `Tuner.fit` ends.
-        stopped: the reason given to `stop`; None while the run goes on.
+        hyper_step, last_hyper_step: the number of hyper-steps made, and the number at which `Tuner.fit` ends.
+        stopped: the reason given to `stop`; None while the run continues.
     """
 
     history: list[dict[str, Any]]
@@ -41,11 +41,11 @@ class Run(Protocol):
 
 
 class SavedRun(Run, Protocol):
-    """A run with all that a checkpoint writes and reads.
+    """A run with everything that a checkpoint writes and reads.
 
     Attributes:
         streams: the collections of batches by name.
-        resumed: positions and random state of a run that was loaded and has not gone on since; else None.
+        resumed: positions and random state of a loaded run that has not continued yet; else None.
     """
 
     streams: dict[str, Stream]
@@ -57,4 +57,4 @@ class SavedRun(Run, Protocol):
 
     @property
     def callbacks(self) -> list[Any]:
-        """What is called after each hyper-step."""
+        """The functions to call after each hyper-step."""

@@ -1,4 +1,4 @@
-"""The batches of a collection again and again, with a position that can be saved and found again."""
+"""The batches of a collection in repeated rounds, with a position that can be saved and restored."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -12,8 +12,8 @@ from ..passes import random_state
 class Stream:
     """A collection's batches, each round a new ``iter()``.
 
-    A position is found again by starting the round from the random states that it started from, and going
-    through its first batches; a loader with ``state_dict`` and ``load_state_dict`` keeps its position itself.
+    To restore a position, the stream starts the round from its initial random states and skips
+    its first batches; a loader with ``state_dict`` and ``load_state_dict`` restores its position itself.
     """
 
     def __init__(self, name: str, batches: Iterable[Any]) -> None:
@@ -28,7 +28,7 @@ class Stream:
             )
         if isinstance(batches, Iterator):
             raise ArgumentError(
-                f"{name} must be a collection that can be gone through again; got the iterator "
+                f"{name} must be a collection that can be iterated repeatedly; got the iterator "
                 f"{type(batches).__name__}, which is empty after one epoch. Pass the loader itself, or list(...)."
             )
         self.name, self.batches = name, batches
@@ -55,14 +55,14 @@ class Stream:
         )
 
     def state(self) -> dict[str, Any]:
-        """Where the stream is, as data that can be saved."""
+        """The position of the stream, as data that can be saved."""
         if self._iterator is None:
             return {}
         if self._keeps_position():
             return {"loader": self.batches.state_dict()}  # type: ignore[attr-defined]
         if getattr(self.batches, "persistent_workers", False):
             warnings.warn(
-                f"{self.name} has persistent workers, which cannot be put back where they are: from the second round "
+                f"{self.name} has persistent workers, whose state cannot be restored: from the second round "
                 "on a restored run gets other batches. Use persistent_workers=False, or a loader with a state_dict "
                 "(torchdata's StatefulDataLoader).",
                 BestResponseWarning,
@@ -72,11 +72,11 @@ class Stream:
         return {"taken": self._taken, "opening": self._opening, "own": own}
 
     def find(self, state: dict[str, Any]) -> None:
-        """Go to where a stream of the same collection was; the caller puts the global random state back."""
+        """Go to the position of a stream of the same collection; the caller restores the global random state."""
         if "loader" in state:
             self.batches.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             self._begin()
-            self._taken = 1  # an empty rest of a round is no empty collection
+            self._taken = 1  # an empty rest of a round does not mean an empty collection
         elif state:
             random_state.restore(state["opening"]["shared"])
             random_state.set_states(self._generators(), state["opening"]["own"])

@@ -20,12 +20,12 @@ WeightStep = Callable[[Problem, Any], None]
 
 
 class WeightSteps:
-    """Steps of the weights by an optimiser, which leave ``.grad`` of the hyperparameters alone.
+    """Steps of the weights by an optimiser, which do not change ``.grad`` of the hyperparameters.
 
     Args:
         problem: the two losses.
-        optimizer: a torch optimiser, whose settings it notes; or a function (problem, batch) -> None that moves the
-            weights itself.
+        optimizer: a torch optimiser, whose settings are recorded; or a function (problem, batch) -> None that updates
+            the weights itself.
     """
 
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
@@ -34,7 +34,7 @@ class WeightSteps:
         self._penalties: Sequence[Kinked] = penalties_at_zero(problem)
 
     def step(self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None) -> Tensor:
-        """Make a step, and return the training loss before it; after it where a function makes the step."""
+        """Make a step, and return the training loss before it, or after it if a function makes the step."""
         problem = self.problem
         if not isinstance(optimizer, Optimizer):
             optimizer(problem, batch)
@@ -47,20 +47,20 @@ class WeightSteps:
             loss = weight * checked_loss(
                 "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
             )
-            # With inputs, .grad of the hyperparameters stays free of ∂L_T/∂λ, and is not computed.
+            # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
             torch.autograd.backward(loss, inputs=weights)
             losses.append(loss.detach())
         with orthant_wise(problem.model, *self._penalties):
             if clip is not None:
                 clip_gradients(weights, clip)
             optimizer.step()
-        # A gradient that is kept to the next step would lie beside the hypergradient's own vectors.
+        # A gradient kept until the next step would take memory during the hypergradient.
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
 
     @contextmanager
     def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[None]:
-        """The optimiser with its first settings and empty state; both are put back at the end."""
+        """The optimiser with its original settings and empty state; both are restored at the end."""
         if not isinstance(optimizer, Optimizer):
             yield
             return
@@ -75,13 +75,13 @@ class WeightSteps:
 
 
 def _first_settings(optimizer: object) -> list[dict[str, Any]]:
-    """The parameter groups as they were before a scheduler moved a rate (some do so when they are made)."""
+    """The parameter groups before a scheduler changed a rate (some do so when they are created)."""
     if not isinstance(optimizer, Optimizer):
         return []
     return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
 
 
 def _set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
-    """Put the settings of all groups back."""
+    """Restore the settings of all groups."""
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)

@@ -126,7 +126,7 @@ class Neumann(Solver):
         if self.fresh_batches or not self.terms:
             residual = left = None
         elif size <= 10.0 * system.eps * length:
-            # The terms are rounding beside their sum.
+            # The terms are rounding compared with their sum.
             floor = system.eps * max(abs(lowest), abs(highest)) * _tree.norm(x)
             residual, left = system.compute(x, 0.0, floor, _LEFT)
             if status is Status.CONVERGED and residual > _LEFT:

@@ -1,7 +1,7 @@
 """Checks that every solver, curvature, method and module of hyperparameters must pass.
 
-They are for our tests, and for classes of your own. Each raises AssertionError with what was required and what was got,
-and returns nothing. They compare with the dense answer, or with differences.
+The library's tests use them, and you can use them for your own classes. Each check returns nothing, or raises
+AssertionError with the required and the actual result. They compare with the dense answer, or with differences.
 """
 
 from .curvatures import check_curvature, differences

@@ -1,4 +1,4 @@
-"""What the checks compare with: the state of a problem before, and the expected numbers."""
+"""Comparisons for the checks: with the earlier state of a problem, and with expected numbers."""
 
 import random
 from collections.abc import Callable
@@ -43,6 +43,6 @@ class NoTrace:
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:
-    """‖measured − expected‖ / ‖expected‖; absolute where nothing is expected."""
+    """‖measured − expected‖ / ‖expected‖; absolute if zero is expected."""
     scale = float(expected.norm())
     return float((measured - expected).norm()) / (scale or 1.0)

@@ -27,8 +27,8 @@ def check_curvature(
     the central difference of the training gradient along each hyperparameter. Nothing may be left behind.
 
     Args:
-        curvature: what to check.
-        problem: with at most a few hundred weights and hyperparameters, in float64.
+        curvature: the curvature to check.
+        problem: a problem with at most a few hundred weights and hyperparameters, in float64.
         batch: a training batch.
         matrix: the dense A, [n, n] in the order of the weights; None takes central differences of the
             training gradient, which is the Hessian.
@@ -71,7 +71,7 @@ def _check_mixed(
 def differences(problem: Problem, batch: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     """∂²L_T/∂w∂inputs by central differences of fourth order, [weights, inputs].
 
-    ``inputs`` are live parameters, such as ``problem.hyperparameters``, whose values are moved and put back.
+    ``inputs`` are live parameters, such as ``problem.hyperparameters``, whose values are moved and restored.
     """
     weights = list(problem.weights.values())
     columns = []

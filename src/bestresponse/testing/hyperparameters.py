@@ -1,4 +1,4 @@
-"""Checks of what a module of hyperparameters offers beside its parameters, by differences."""
+"""Checks of the methods that a module of hyperparameters provides, by differences."""
 
 from typing import Any
 
@@ -11,21 +11,21 @@ _STEP = 1e-5
 
 
 def check_hyperparameters(module: nn.Module, model: nn.Module, tolerance: float = 1e-6) -> None:
-    """Check the methods that a module offers (see `hyperparameters.protocol`), whichever they are.
+    """Check the methods that a module provides (see `hyperparameters.protocol`).
 
-    ``project_`` leaves the values as they are, within their bounds, and pulls values far outside back to a place where
-    it leaves them. ``ranges`` names parameters, and lowest < highest. ``curvature_diagonal`` is the second difference
+    ``project_`` does not change values within their bounds, and moves values far outside to a point that it does not
+    change again. ``ranges`` names parameters, and lowest < highest. ``curvature_diagonal`` is the second difference
     of the term along each weight, and the term has no mixed derivatives. ``mixed_product`` is the difference of the
-    term's gradient along each hyperparameter. ``rates_at_zero`` is the slope of the term beside a weight of zero.
+    term's gradient along each hyperparameter. ``rates_at_zero`` is the slope of the term next to a weight of zero.
 
     Args:
-        module: what to check, in float64, with values within its bounds. Its values are put back.
-        model: what its terms are called with, in float64 and with at most a few hundred weights, none of them zero;
-            they are put back.
+        module: the module to check, in float64, with values within its bounds. Its values are restored.
+        model: the model to call its terms with, in float64 and with at most a few hundred weights, none of them zero;
+            they are restored.
         tolerance: the largest relative error.
 
     Raises:
-        AssertionError: a method is wrong; the message has what was required and what was got.
+        AssertionError: a method is wrong; the message has the required and the actual result.
     """
     parameters = dict(module.named_parameters())
     kept = [(p, p.detach().clone()) for p in (*parameters.values(), *model.parameters())]
@@ -120,7 +120,7 @@ def _check_mixed(
 
 @torch.no_grad()
 def _check_rates(module: Kinked, model: nn.Module, tolerance: float) -> None:
-    """The slope to both sides of zero is ± the rate, beside what is smooth there."""
+    """Check that the slope to both sides of zero is ± the rate, apart from the smooth part."""
     term: Any = module
     weights = dict(model.named_parameters())
     for name, rate in module.rates_at_zero(model).items():
@@ -137,7 +137,7 @@ def _check_rates(module: Kinked, model: nn.Module, tolerance: float) -> None:
             kink = (values[0] + values[1] - 2.0 * values[2]) / (2.0 * _STEP)
             error = abs(kink - float(rates[index])) / (float(rates[index]) or 1.0)
             assert error <= max(tolerance, 1e-4), (
-                f"rates_at_zero()[{name!r}] must be the slope beside a weight of zero, {kink:.6g}; got "
+                f"rates_at_zero()[{name!r}] must be the slope next to a weight of zero, {kink:.6g}; got "
                 f"{float(rates[index]):.6g} for entry {index}"
             )
 

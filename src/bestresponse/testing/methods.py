@@ -1,4 +1,4 @@
-"""Checks of a method: its parts, its traces and its answer."""
+"""Checks of a method: its parts, its side effects and its answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,10 +23,10 @@ def check_method(
     """Check a method on one problem.
 
     Its hypergradient has the names and shapes of the hyperparameters, is the sum of its two parts, is
-    the same for a second object of the same settings, and equals ``expected``. Nothing may be left behind.
+    the same for a second object with the same settings, and equals ``expected``. Nothing may be left behind.
 
     Args:
-        method: what to check.
+        method: the method to check.
         problem: the problem, in float64.
         train_batch: the training batch.
         val_batch: the validation batch.

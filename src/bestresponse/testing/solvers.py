@@ -17,17 +17,17 @@ def check_solver(
 ) -> None:
     """Check a solver on `linear_systems`.
 
-    On definite systems the answer must be the dense one to ``tolerance`` (in float32 to its precision). On all of
-    them: products are counted; the residual that is reported is the true one, to rounding; *converged* is said of a
-    computed residual only; an answer is finite or the status says why not; right-hand sides of any size give
+    On definite systems the answer must be the dense one to ``tolerance`` (in float32 to its precision). On all
+    systems: products are counted; the reported residual is the true one, to rounding; the status is *converged* only
+    for a computed residual; an answer is finite or the status says why not; right-hand sides of any size give
     answers of that size; and a warm start from the solution stays there.
 
     Args:
-        solver: one that is meant to converge on nine unknowns with a condition number of four.
+        solver: a solver that should converge on nine unknowns with a condition number of four.
         tolerance: the largest relative error.
-        seed: of the systems.
-        scales: factors of the definite system, whose eigenvalues lie between 0.5 and 2, that the solver must bear as
-            well. Pass ``()`` for a solver with a fixed step, which suits one scale only.
+        seed: the seed of the systems.
+        scales: factors of the definite system, whose eigenvalues lie between 0.5 and 2, that the solver must also
+            handle. Pass ``()`` for a solver with a fixed step, which suits only one scale.
     """
     for system in linear_systems(seed, scales):
         solution = _counted_solve(solver, system)

@@ -15,7 +15,7 @@ class LinearSystem:
     """A dense symmetric A and a right-hand side, over two tensors of different shapes.
 
     Attributes:
-        name: what is special about it.
+        name: the special property of the system.
         matrix: A, [n, n].
         b: the right-hand side, [n].
         definite: whether A is positive definite.
@@ -56,7 +56,7 @@ def linear_systems(seed: int = 0, scales: Sequence[float] = (300.0, 1e-3)) -> It
 
     Args:
         seed: draws the directions of the eigenvectors and the right-hand side; the eigenvalues are fixed.
-        scales: factors of a definite system that come in addition.
+        scales: factors of additional definite systems.
     """
     n = 9
     generator = torch.Generator().manual_seed(seed)

@@ -1,1 +1,1 @@
-"""Derivatives against differences: what the first hypergradient of a problem verifies of itself."""
+"""Verification: the first hypergradient of a problem compares its derivatives with differences."""

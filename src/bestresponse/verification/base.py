@@ -1,9 +1,9 @@
-"""Verification at run time: the derivatives behind a hypergradient, against differences, once for each problem.
+"""Verification at run time: compare the derivatives behind a hypergradient with differences, once for each problem.
 
-Autograd prunes a path without a word where a backward pass has no graph, and differentiates what is detached as a
-constant. Differences of the training gradient do neither. They are taken near the weights and not at them, since
-networks stand on their kinks there (zero biases); and on a part of the batch. In float32 a difference crosses the
-kinks of a network, which is then copied in float64 where it bears that.
+Autograd silently prunes a path if a backward pass has no graph, and treats detached tensors as
+constants. Differences of the training gradient do neither. They are taken near the weights and not at them, since
+networks may lie on kinks there (zero biases), and on a part of the batch. In float32 a difference crosses the
+kinks of a network, so a float64 copy of the network is used if possible.
 """
 
 from abc import ABC, abstractmethod
@@ -20,23 +20,23 @@ from .causes import Finding
 from .probe import Verdict
 from .twin import Trial, judged_by_its_arithmetic, trials
 
-# Whether problems are verified at all; tests turn it off where it is not what they are about.
+# Whether problems are verified at all; tests of other things turn it off.
 ENABLED = True
 
 
 class Claim(ABC):
-    """What a method claims to differentiate."""
+    """The quantity that a method claims to differentiate."""
 
     @abstractmethod
     def key(self) -> tuple[Any, str]:
-        """What has been verified when the claim has: an object, or a class, which is kept weakly, and a part of it."""
+        """The key of the claim: an object or a class, which is kept weakly, and a part of it."""
 
     def skipped(self) -> str:
-        """Why there is nothing to verify; empty where there is."""
+        """The reason why there is nothing to verify; empty if there is something."""
         return ""
 
     def delicate(self) -> bool:
-        """Whether float32 shows it only where there is no copy in float64."""
+        """Whether float32 is used only if there is no copy in float64."""
         return False
 
     @abstractmethod
@@ -45,11 +45,11 @@ class Claim(ABC):
 
     @abstractmethod
     def explain(self, trial: Trial, names: list[str]) -> Finding:
-        """The cause of what is wrong."""
+        """The cause of a wrong derivative."""
 
 
 def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: int | None) -> str | None:
-    """What verification says of a claim on this problem; it is made when the claim comes up for the first time.
+    """The result of verification for a claim on this problem; it runs when the claim first appears.
 
     Raises:
         SecondDerivativeError: a derivative is lost.
@@ -57,7 +57,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
     if not (ENABLED and problem.verify):
         return None
     if claim is None:
-        return "not verified: the method claims nothing that differences can show"
+        return "not verified: differences can check nothing that the method claims"
     if why := claim.skipped() or _unfit(problem):
         return f"not verified: {why}"
     thing, part = claim.key()
@@ -74,7 +74,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
 
 
 def _unfit(problem: Problem) -> str:
-    """What keeps differences from showing anything that is not known; empty where nothing does."""
+    """The reason why differences cannot help here; empty if there is none."""
     if power_iteration(problem) is not None:
         return "spectral_norm takes its singular vectors as constants in training mode"
     if any(map(has_max_norm, problem.model.modules())):
@@ -83,11 +83,11 @@ def _unfit(problem: Problem) -> str:
 
 
 def _examined(problem: Problem, claim: Claim, train: Any, val: Any, seed: int | None) -> Finding:
-    """What differences in float64 say, or those in the problem's own precision where that is all there is."""
+    """The result of differences in float64, or in the problem's own precision if there is no float64 copy."""
     coarse: tuple[Trial, list[str]] | None = None
     for trial in trials(problem, train, val, claim, seed, claim.delicate()):
         if coarse is not None and not trial.exact:
-            break  # no copy of it serves
+            break  # no copy works
         try:
             wrong = wrong_of(trial.thing, trial)
             if wrong is not None and trial.exact:
@@ -98,18 +98,18 @@ def _examined(problem: Problem, claim: Claim, train: Any, val: Any, seed: int | 
             if trial.exact:
                 return _concluded(trial, wrong)
             coarse = trial, wrong
-        except Exception:  # a loss that bears no step aside, or no smaller batch, for whatever reason
+        except Exception:  # a loss that fails at other weights or on a smaller batch, for any reason
             continue
     if coarse is None:
-        return Finding("not verified: the losses cannot be computed beside the weights")
+        return Finding("not verified: the losses cannot be computed near the weights")
     try:
         return _concluded(*coarse)
-    except Exception as error:  # whatever a loss may raise, of which the hypergradient did not depend
-        return Finding(f"not verified: {type(error).__name__} beside the weights")
+    except Exception as error:  # any error of a loss, since the hypergradient does not depend on it
+        return Finding(f"not verified: {type(error).__name__} near the weights")
 
 
 def wrong_of(claim: Claim, trial: Trial) -> list[str] | None:
-    """What is wrong at two places near the weights, in different directions; None where one of them is right."""
+    """The mismatch at two places near the weights, in different directions; None if one of them is right."""
     first = claim.judge(trial, 1)
     if first.kind == "right" or (not trial.exact and first.kind == "unclear"):
         return None if first.kind == "right" else []

@@ -1,4 +1,4 @@
-"""Why derivatives are not those of differences: a path that is lost, or a training gradient of no loss."""
+"""Why derivatives differ from differences: a lost path, or a training gradient that is not that of a loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from . import suspects
 from .probe import COARSE, FINE, FINE_VALUES, Differences, Line, Step, direction, gradient
 from .twin import Trial
 
-# How far beside the weights derivatives are compared, as a share of their size.
+# The distance from the weights where derivatives are compared, as a share of the weights' size.
 NEAR = 1e-3
-# Tensors along which slopes of the loss are looked at, to find a cause.
+# The number of tensors along which slopes of the loss are examined to find a cause.
 _SLOPES = 12
 _TUNED = " of hyper"
 _SILENCE = "Problem(..., verify=False) leaves this comparison out."
@@ -25,12 +25,12 @@ _SILENCE = "Problem(..., verify=False) leaves this comparison out."
 
 @dataclass(frozen=True)
 class Finding:
-    """What verification found.
+    """The result of verification.
 
     Attributes:
-        outcome: for the result.
-        text: what to warn of or raise with; empty where nothing is to be said.
-        lost: whether a derivative is lost, so that the hypergradient is none.
+        outcome: the text for ``Hypergradient.verification``.
+        text: the message of the warning or error; empty for no message.
+        lost: whether a derivative is lost, so the hypergradient is invalid.
     """
 
     outcome: str
@@ -44,7 +44,7 @@ def tuned(name: str) -> str:
 
 
 def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], products: bool = True) -> Finding:
-    """Why these are wrong; ``curvature`` is given where its products, or its mixed term, claim to be those of g."""
+    """Why these are wrong; ``curvature`` is given if its products, or its mixed term, claim to be those of g."""
     culprits = suspects.lossy_functions(trial) or suspects.without_graph(trial)
     if culprits:
         return _lost(culprits, names)
@@ -59,7 +59,7 @@ def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], produ
 
 
 def unclear(trial: Trial) -> Finding:
-    """What is to be said where differences do not agree with each other."""
+    """The result if differences do not agree with each other."""
     culprits = suspects.lossy_functions(trial)
     if culprits:
         return _lost(culprits, [])
@@ -71,7 +71,7 @@ def unclear(trial: Trial) -> Finding:
     if not torch.equal(loss.detach(), again.detach()):
         return Finding(
             "not verified: train_loss is not the same in two passes",
-            "train_loss must be the same in two passes from the same random state; it is not, so that curvature and "
+            "train_loss must be the same in two passes from the same random state; it is not, so curvature and "
             "mixed term mix different draws. Draw from torch's own random state, or from a generator that is an "
             "attribute of a module in model or hyper; keep no counter or cache outside of them.",
         )
@@ -80,26 +80,26 @@ def unclear(trial: Trial) -> Finding:
 
 
 def field(trial: Trial, names: Sequence[str], solvable: bool) -> Finding:
-    """A training gradient that is not the gradient of a loss: on purpose, as a rule."""
+    """The result for a training gradient that is not the gradient of a loss, which is usually intended."""
     nodes = [*suspects.functions(trial), *suspects.constants(trial)]
     where = f"its graph has {named(nodes)}" if nodes else "no function and no detached tensor was found"
     after = (
-        "Its curvature is not symmetric: solvers.GMRES remains right; Exact, conjugate gradient and MINRES take it "
-        "for symmetric"
+        "Its curvature is not symmetric: solvers.GMRES remains right; Exact, conjugate gradient and MINRES assume "
+        "symmetry"
         if solvable
-        else "Autograd's second derivatives are not those of this field, whichever solver is used; where they are "
-        "meant as they are, solvers.GMRES solves with them, symmetric or not"
+        else "Autograd's second derivatives are not those of this field, whichever solver is used; if they are "
+        "intended, solvers.GMRES solves with them, symmetric or not"
     )
     return Finding(
         "not verified: the training gradient is not the gradient of a loss",
         "the training gradient is not the gradient of train_loss, as with gradient reversal, straight-through "
         f"rounding or detached weights of examples (seen in {named(names)}); {where}. {after}. If this is what you "
-        f"want, Problem(..., verify=False) silences this warning.",
+        f"want, Problem(..., verify=False) turns off this warning.",
     )
 
 
 def _lost(culprits: Sequence[str], names: Sequence[str], places: Sequence[str] = ()) -> Finding:
-    """A backward pass whose own derivative is not there, or only a part of it."""
+    """The result for a backward pass whose own derivative is missing, wholly or partly."""
     sparse = any("Sparse" in c for c in culprits)
     if sparse:
         got = f"{named(culprits)}: torch loses that of the values of a sparse tensor"
@@ -122,13 +122,13 @@ def _lost(culprits: Sequence[str], names: Sequence[str], places: Sequence[str] =
         "not verified: a second derivative is lost",
         "a hypergradient differentiates the training gradient once more, which requires the second derivative of "
         f"every operation in train_loss; got {got}{where}. {do}, or use Implicit(curvature=FiniteDifference()), which "
-        f"asks for first derivatives alone. {_SILENCE}",
+        f"needs only first derivatives. {_SILENCE}",
         True,
     )
 
 
 def _is_derivative_of_field(trial: Trial, curvature: Curvature, products: bool) -> bool:
-    """Whether autograd's products are derivatives of the training gradient g, be it that of a loss or not.
+    """Whether autograd's products are derivatives of the training gradient g, whether or not g is that of a loss.
 
     With J = ∂g/∂w and B = ∂g/∂λ, uᵀJ v and vᵀB η are compared: autograd gives Jᵀu and Bᵀv, and differences give
     J v and B η.
@@ -158,13 +158,13 @@ def _is_derivative_of_field(trial: Trial, curvature: Curvature, products: bool) 
 
 
 def _agree(claimed: float, at: Callable[[float], float], step: Step) -> bool:
-    """Whether a bilinear form is that of differences."""
+    """Whether a bilinear form agrees with differences."""
     fine, other = at(step.size), at(0.5 * step.size)
     return abs(claimed - fine) <= 10.0 * abs(fine - other) + step.wrong * (abs(claimed) + abs(fine))
 
 
 def _is_gradient(trial: Trial, names: Sequence[str]) -> bool:
-    """Whether the training gradient is the slope of the training loss, in tensors that derivatives are wrong for."""
+    """Whether the training gradient is the slope of the training loss, for tensors with wrong derivatives."""
     problem = trial.problem
     tensors: dict[str, Tensor] = {
         **problem.weights,

@@ -1,4 +1,4 @@
-"""What methods claim to differentiate, and how differences are made of it."""
+"""The quantities that methods claim to differentiate, and their differences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,9 +40,9 @@ _SYMMETRIC = 1e-2
 class SecondDerivatives(Claim):
     """A product with the curvature and the mixed term, as `Implicit` uses them.
 
-    Of an exact curvature A v is the difference of the training gradient, which shows its symmetry too: autograd
-    gives vᵀA. Of any other A is symmetric, and J v is the difference of the model's outputs, where it has them.
-    The mixed term is exact in either case.
+    For an exact curvature, A v is the difference of the training gradient; this also shows its symmetry, since autograd
+    gives vᵀA. For any other curvature, A is symmetric, and J v is the difference of the model's outputs, if it has
+    them. The mixed term is exact in both cases.
     """
 
     curvature: Curvature
@@ -55,7 +55,7 @@ class SecondDerivatives(Claim):
         return self.curvature, part
 
     def skipped(self) -> str:
-        return "" if self.curvature.twice else "differences stand for second derivatives"
+        return "" if self.curvature.twice else "differences replace second derivatives"
 
     def judge(self, trial: Trial, number: int) -> Verdict:
         problem, weights = trial.problem, trial.problem.weights
@@ -94,7 +94,7 @@ class SecondDerivatives(Claim):
         return differences.judge(claimed, groups, FINE if trial.exact else COARSE)
 
     def _of_system(self, trial: Trial, passes: Passes, line: Line, v: Tree, number: int) -> Verdict:
-        """What the curvature itself gives."""
+        """The products of the curvature itself."""
         problem = trial.problem
         if not trial.exact and has_kinks(passes.train_loss(trial.train)):
             return Verdict("unclear")
@@ -138,12 +138,12 @@ def _values(
 
 @dataclass(frozen=True)
 class Value(Claim):
-    """A value whose derivative along λ the hypergradient is, as it can be computed again at λ ± εη.
+    """A value whose derivative along λ is the hypergradient; it can be computed again at λ ± εη.
 
     Attributes:
-        method: its class.
-        settings: those of the method.
-        total: (passes, train, val) -> what is claimed, by hyperparameter.
+        method: the class of the method.
+        settings: the settings of the method.
+        total: (passes, train, val) -> the claimed derivative, by hyperparameter.
         again: (passes, train, val) -> the value, with running statistics as constants.
         twice: whether the method differentiates the training loss twice.
     """
@@ -173,7 +173,7 @@ class Value(Claim):
             passes = stack.enter_context(problem.undisturbed(trial.seed, None, self.twice))
             stack.enter_context(Line(problem.weights, aside)).to(NEAR)
             line = stack.enter_context(Line(hyper, eta))
-            passes.statistics_follow = False  # settled ones do, which no difference of the value shows
+            passes.statistics_follow = False  # settled statistics do, which no difference of the value shows
             total = self.total(passes, *batches)
             slope = sum(float((x * eta[n]).sum()) for n, x in total.items() if x is not None)
 
@@ -195,7 +195,7 @@ class Value(Claim):
 
 
 def _scalar(x: float, exact: bool) -> Tensor:
-    """A value with the precision that it was computed in."""
+    """A value and the precision in which it was computed."""
     return torch.tensor([x], dtype=torch.float64 if exact else torch.float32)
 
 
@@ -204,7 +204,7 @@ def _both(weights: Mapping[str, Tensor], hyperparameters: Mapping[str, Tensor]) 
 
 
 def _is_symmetric(u: Tree, of_u: Tree, v: Tree, of_v: Tree) -> bool:
-    """Whether uᵀA v = vᵀA u, to a share of what such products are in general."""
+    """Whether uᵀA v = vᵀA u, relative to the usual size of such products."""
     size = _tree.norm(u) * _tree.norm(of_v) + _tree.norm(v) * _tree.norm(of_u)
     general = size / max(1, _tree.size(u)) ** 0.5
     return bool(abs(_tree.dot(u, of_v) - _tree.dot(v, of_u)) <= _SYMMETRIC * general)

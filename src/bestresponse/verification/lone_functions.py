@@ -1,4 +1,4 @@
-"""Functions written in Python, each by itself: second derivatives of one call against differences of its backward."""
+"""Functions written in Python, one at a time: compare second derivatives of a call with differences of its backward."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ _CALLS = 2
 
 
 def is_lossy(trial: Trial, function: Any) -> bool:
-    """Whether the backward of a function is not differentiated as it should be; not where it cannot run by itself."""
+    """Whether the derivative of a function's backward is wrong; False if the function cannot run by itself."""
     try:
         with _recorded(function) as calls, trial.problem.undisturbed(trial.seed) as passes:
             passes.train_loss(trial.train)
         return any(_loses(function, arguments, trial.exact) for arguments in calls[:_CALLS])
-    except Exception:  # one with state, or in a place that it cannot be taken out of
+    except Exception:  # a function with state, or one that cannot run outside its place
         return False
 
 
@@ -48,11 +48,11 @@ def _recorded(function: Any) -> Iterator[list[list[Any]]]:
 
 
 def _loses(function: Any, arguments: list[Any], exact: bool) -> bool:
-    """Whether ∂(wᵀ ∂(sᵀ f(x))/∂x)/∂(x, s) is not that of differences, along a direction in x and s."""
+    """Whether ∂(wᵀ ∂(sᵀ f(x))/∂x)/∂(x, s) disagrees with differences, along a direction in x and s."""
     inputs: list[Tensor] = []
     for i, x in enumerate(arguments):
         if isinstance(x, Tensor) and x.is_floating_point():
-            # Parameters stay themselves, since the function may read them by another way too.
+            # Parameters are not copied, since the function may also read them in another way.
             arguments[i] = x if x.is_leaf and x.requires_grad else x.detach().clone().requires_grad_()
             inputs.append(arguments[i])
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Differences of what a problem computes, along directions of its tensors, and what they say of derivatives."""
+"""Differences of a problem's values along directions of its tensors, and their comparison with derivatives."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ Values = Callable[[], Tree]
 
 @dataclass(frozen=True)
 class Step:
-    """The length of a difference, and from where on derivatives differ from it.
+    """The length of a difference, and the thresholds for comparing derivatives with it.
 
     Attributes:
-        size: as a share of the tensors' entries.
-        right: the largest relative distance of a derivative that is right.
-        wrong: the smallest of one that is wrong.
+        size: the length as a share of the tensors' entries.
+        right: the largest relative distance of a right derivative.
+        wrong: the smallest relative distance of a wrong derivative.
     """
 
     size: float
@@ -32,25 +32,25 @@ class Step:
 
 # In float64, where kinks are rarely crossed; the last is for losses that compute a part in float32.
 FINE = (Step(1e-7, 1e-4, 2e-3), Step(1e-5, 1e-4, 2e-3), Step(1e-2, 2e-2, 0.1))
-# For values in place of gradients, whose rounding is larger beside a derivative.
+# For values instead of gradients; their rounding is larger relative to a derivative.
 FINE_VALUES = (Step(1e-5, 1e-4, 2e-3), Step(1e-3, 1e-2, 5e-2))
-# Where second derivatives are a small part of a value's; whether they are wrong is looked at by themselves.
+# For values where second derivatives are a small part; these are checked separately.
 FINEST_VALUES = (Step(1e-5, 1e-6, 1e-5), *FINE_VALUES)
 COARSE = (Step(1e-2, 2e-2, 0.1), Step(2e-3, 2e-2, 0.1))
 
-# How many times its rounding a difference may be off, and its own error before it says anything.
+# A mismatch must exceed so many times the rounding of a difference, and so many times its error, to count.
 _ROUNDING, _CLEAR = 30.0, 10.0
-# Random numbers that are drawn; more are these again. A prime, so that no row of a matrix is another one.
+# The number of random numbers to draw; they repeat after that. It is prime, so no two rows of a matrix are equal.
 _DRAWN = 65_521
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What differences say of derivatives, by name.
+    """The result of comparing derivatives with differences, by name.
 
     Attributes:
-        kind: "right"; "wrong" where steps of three sizes agree on another value; "unclear" where they do not agree.
-        names: what is wrong.
+        kind: "right"; "wrong" if steps of three sizes agree on another value; "unclear" if they do not agree.
+        names: the names with wrong derivatives.
     """
 
     kind: Literal["right", "wrong", "unclear"]
@@ -58,7 +58,7 @@ class Verdict:
 
 
 class Line:
-    """Tensors on a line through their values, x + t v: moved in place, and put back by copy at the end."""
+    """Tensors on a line through their values, x + t v: moved in place, and restored from a copy at the end."""
 
     def __init__(self, tensors: Mapping[str, Tensor], v: Tree) -> None:
         self._tensors, self._v = {n: tensors[n] for n in v}, v
@@ -80,7 +80,7 @@ class Line:
             _tree.write_(self._tensors, self._kept)
 
     def _unseen(self) -> AbstractContextManager[None]:
-        """Without a trace in versions: graphs that the caller holds stay good, since the values come back."""
+        """Hide the moves from tensor versions: graphs of the caller stay valid, since the values are restored."""
         return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self._tensors.values()))
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class Line:
 
     @contextmanager
     def aside(self, step: float) -> Iterator[None]:
-        """A step further than the present place, and back."""
+        """A step from the present point, and back."""
         here = self._t
         self.to(here + step)
         try:
@@ -103,7 +103,7 @@ class Line:
 
 
 def direction(tensors: Mapping[str, Tensor], module: nn.Module, seed: int) -> Tree:
-    """A random direction in which every tensor moves as far as its entries are large; tensors of zeros as the mean."""
+    """A random direction; each tensor moves in proportion to its entries, and tensors of zeros move like the mean."""
     generator = torch.Generator().manual_seed(seed)
     sizes = scales(tensors)
     rows = still(module, tensors)
@@ -118,7 +118,7 @@ def direction(tensors: Mapping[str, Tensor], module: nn.Module, seed: int) -> Tr
 
 
 def scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """The root mean square of the entries of each tensor; of all of them for a tensor of zeros."""
+    """The root mean square of the entries of each tensor; that of all tensors for a tensor of zeros."""
     counts = {n: max(1, x.numel()) for n, x in tensors.items()}
     norms = {n: float(x.detach().norm()) if x.numel() else 0.0 for n, x in tensors.items()}
     whole: float = (sum(s**2 for s in norms.values()) / max(1, sum(counts.values()))) ** 0.5
@@ -143,22 +143,22 @@ def masked(x: Tensor, row: int | None) -> Tensor:
 
 
 def gradient(loss: Tensor, tensors: Mapping[str, Tensor]) -> Tree:
-    """The gradient of a loss, dense, with zeros for what it does not reach."""
+    """The gradient of a loss, dense, with zeros for tensors that the loss does not reach."""
     found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
     return {n: or_zero(g, x) for (n, x), g in zip(tensors.items(), found, strict=True)}
 
 
 def or_zero(x: Tensor | None, like: Tensor) -> Tensor:
-    """A derivative outside any graph, dense, with zeros for one that is not there."""
+    """A derivative outside any graph, dense, with zeros if it is missing."""
     if x is None:
         return torch.zeros_like(like)
     return x.detach().to_dense() if x.is_sparse else x.detach()
 
 
 class Differences:
-    """Differences of ``values`` along a line: of one side where their value here is known and the step is short.
+    """Differences of ``values`` along a line; one-sided if the value here is known and the step is short.
 
-    ``sizes`` are factors by which the tensors are compared, one where there is none.
+    ``sizes`` are factors for comparing the tensors; the default factor is one.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ class Differences:
         return float(x.norm()) * self._sizes.get(name, 1.0)
 
     def judge(self, claimed: Tree, groups: Sequence[Sequence[str]], steps: Sequence[Step]) -> Verdict:
-        """Compare derivatives with differences, and say only what steps of three sizes agree on.
+        """Compare derivatives with differences, and conclude only if steps of three sizes agree.
 
-        Of each group of names, those count that are no small part of the whole.
+        In each group of names, only those count that are not a small part of the whole.
         """
         for step in steps:
             fine = self._first(step.size)
@@ -206,7 +206,9 @@ class Differences:
                 for n in group
             }
             off = {n: self._norm(n, x - fine[n]) for n, x in claimed.items()}
-            far = [n for n, x in off.items() if not x <= step.right * size[n] + rounding[n]]  # NaN is far
+            far = [
+                n for n, x in off.items() if not x <= step.right * size[n] + rounding[n]
+            ]  # NaN counts as far
             if not far:
                 return Verdict("right")
             others = [self.at(step.size * share) for share in (0.5, 0.125)]

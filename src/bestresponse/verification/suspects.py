@@ -1,4 +1,4 @@
-"""Who may be the cause of a wrong derivative, by name: functions, nodes without a graph, tensors held constant."""
+"""The possible causes of a wrong derivative, by name: functions, nodes without a graph, constant tensors."""
 
 import inspect
 import sys
@@ -25,7 +25,7 @@ def functions(trial: Trial) -> list[str]:
 
 
 def lossy_functions(trial: Trial) -> list[str]:
-    """Those whose backward is not differentiated as it should be, by differences of it alone."""
+    """The functions whose backward has a wrong derivative, by differences of each backward alone."""
     return [_described(f) for f in _classes(trial) if is_lossy(trial, f)]
 
 
@@ -50,7 +50,7 @@ def _described(function: type) -> str:
 
 
 def without_graph(trial: Trial) -> list[str]:
-    """The operations whose backward returns something without a graph where it was given something with one."""
+    """The operations whose backward returns a tensor without a graph although its input has one."""
     found: dict[str, None] = {}
 
     def watch(node: Any) -> Any:
@@ -73,30 +73,30 @@ def without_graph(trial: Trial) -> list[str]:
                     watch(node)
             inputs = [*problem.weights.values(), *problem.hyperparameters.values()]
             torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-    except Exception:  # a graph that bears no hooks
+    except Exception:  # a graph that does not support hooks
         return []
     return list(found)
 
 
 def doubled_backwards(trial: Trial) -> list[str]:
-    """The backward passes that a loss has in it, as a gradient penalty has: it asks for their third derivatives."""
+    """The backward passes inside a loss, such as a gradient penalty: these need third derivatives."""
     with trial.problem.undisturbed(trial.seed) as passes:
         nodes = list(graph.nodes([passes.train_loss(trial.train)]))
     return sorted({node.name() for node in nodes if "BackwardBackward" in node.name()})
 
 
 def constants(trial: Trial) -> list[str]:
-    """Where the loss takes a tensor out of its graph, or hooks into its gradient, with file and line."""
+    """The places where the loss detaches a tensor from its graph, or hooks into its gradient, with file and line."""
     try:
         with trial.problem.undisturbed(trial.seed) as passes, _Watch() as watch:
             passes.train_loss(trial.train)
-    except Exception:  # a loss that does not bear the mode
+    except Exception:  # a loss that does not support the mode
         return []
     return list(watch.places)
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the calls that take a tensor out of its graph."""
+    """Records the calls that detach a tensor from its graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ _WATCHED: dict[Any, str] = {
 
 
 def _caller() -> str:
-    """The line of the user's that calls torch; empty where the library does."""
+    """The line of the user's code that calls torch; empty if the library calls it."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back

@@ -14,7 +14,7 @@ from ..passes import graph
 from ..passes.arithmetic import arithmetic
 from ..problem import Problem
 
-# Parameters of the largest problem that is copied, and the examples that are left of a batch.
+# The parameters of the largest problem to copy; of a batch at least _ROWS examples are used, or one in _SHARE.
 LARGEST = 5_000_000
 _ROWS, _SHARE = 8, 8
 
@@ -26,9 +26,9 @@ class Trial:
     Attributes:
         problem: the problem itself, or a copy of it.
         train, val: the batches, or a part of them.
-        thing: what was copied along, such as a curvature with a module inside.
-        seed: of the random state of each pass.
-        exact: whether the losses come out in float64.
+        thing: an object that was copied too, such as a curvature with a module inside.
+        seed: the seed of the random state of each pass.
+        exact: whether the losses compute in float64.
     """
 
     problem: Problem
@@ -42,9 +42,9 @@ class Trial:
 def trials(
     problem: Problem, train: Any, val: Any, thing: Any, seed: int | None, precise_first: bool = False
 ) -> Iterator[Trial]:
-    """Where to experiment, in turn: on a part of the batch, then on all of it; the problem itself, then a float64 copy.
+    """The trials in turn: on a part of the batch, then on all of it; the problem itself, then a float64 copy.
 
-    A problem in float64 serves as it is. Tensors of the problem itself are to be put back.
+    A problem in float64 is used as it is. The caller must restore tensors of the problem itself.
     """
     parts = _part(train), _part(val)
     whole = parts[0] is train and parts[1] is val
@@ -55,7 +55,7 @@ def trials(
             yield own
         try:
             copied = None if exact else _precise(own)
-        except Exception:  # modules that bear no copy, or no float64, for whatever reason
+        except Exception:  # modules that do not support a copy, or float64, for any reason
             copied = None
         if copied is not None:
             yield copied
@@ -64,11 +64,11 @@ def trials(
 
 
 def _precise(own: Trial) -> Trial | None:
-    """A copy in float64, where one is small enough and has the same losses."""
+    """A copy in float64, if it is small enough and has the same losses."""
     if sum(x.numel() for x in tensors_of(own.problem).values()) > LARGEST:
         return None
     if any(x._backward_hooks for x in tensors_of(own.problem).values()):
-        return None  # a copy is without them
+        return None  # a copy does not have them
     other, thing = twin((own.problem, own.thing), double=True)
     train, val = doubled(own.train), doubled(own.val)
     alike = is_alike(own.problem, other, "train_loss", (own.train, train), own.seed)
@@ -76,7 +76,7 @@ def _precise(own: Trial) -> Trial | None:
 
 
 def twin(original: tuple[Problem, Any], double: bool) -> tuple[Problem, Any]:
-    """The same problem in modules of its own, in float64 if wanted, and what goes with it.
+    """The same problem with its own modules, optionally in float64, and the objects that belong to it.
 
     Raises whatever a copy of these modules raises.
     """
@@ -100,7 +100,7 @@ def is_alike(
     seed: int | None,
     double: bool = True,
 ) -> bool:
-    """Whether a loss of a copy is that of the original, uses nothing of it, and is in float64 if wanted."""
+    """Whether a loss of a copy equals that of the original, uses nothing of it, and is in float64 if required."""
     values, reached = [], []
     for one, batch in zip((problem, other), batches, strict=True):
         with one.undisturbed(seed) as passes:
@@ -120,7 +120,7 @@ def is_exact(loss: Tensor) -> bool:
 
 
 def judged_by_its_arithmetic(trial: Trial) -> Trial:
-    """The trial, not exact where a part of its losses computes in less than float64 after all."""
+    """The trial, marked as not exact if a part of its losses computes in less than float64."""
     with trial.problem.undisturbed(trial.seed) as passes:
         exact = is_exact(passes.train_loss(trial.train)) and is_exact(passes.val_loss(trial.val))
     return replace(trial, exact=trial.exact and exact)
@@ -132,7 +132,7 @@ def tensors_of(problem: Problem) -> dict[str, Tensor]:
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with a function of each of its tensors, in tuples, lists and dicts."""
+    """A batch with a function applied to each of its tensors, in tuples, lists and dicts."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Batches):
@@ -163,12 +163,12 @@ def _part(batch: Any) -> Any:
         if length <= rows:
             return batch
         return mapped(batch, lambda x: x[:: length // rows][:rows] if x.ndim else x)
-    except Exception:  # collections and tensors that cannot be taken apart, for whatever reason
+    except Exception:  # collections and tensors that cannot be split, for any reason
         return batch
 
 
 def _measure(batch: Any, lengths: set[int]) -> None:
-    """Collect the lengths of the tensors; raise for what holds more than plain collections and plain tensors."""
+    """Collect the lengths of the tensors; raise if there is more than plain collections and plain tensors."""
     if isinstance(batch, Tensor):
         if type(batch) is not Tensor or batch.layout != torch.strided or batch.is_nested:
             raise TypeError
