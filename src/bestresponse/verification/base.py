@@ -58,7 +58,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
         return None
     if claim is None:
         return "not verified: the method claims nothing that differences can show"
-    if why := claim.skipped() or _unfit(problem):
+    if why := claim.skipped() or unfit(problem):
         return f"not verified: {why}"
     thing, part = claim.key()
     known = problem.verifications(thing)
@@ -73,7 +73,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
     return known[part]
 
 
-def _unfit(problem: Problem) -> str:
+def unfit(problem: Problem) -> str:
     """What keeps differences from showing anything that is not known; empty where nothing does."""
     if power_iteration(problem) is not None:
         return "spectral_norm takes its singular vectors as constants in training mode"
