@@ -20,8 +20,8 @@ EXACT = {
         lambda: br.ConjugateGradient(max_steps=60, tolerance=1e-12, diagonal=True),
         1e-8,
     ),
-    "Neumann": (lambda: br.Neumann(terms=3000), 1e-8),
-    "Neumann, fixed scale": (lambda: br.Neumann(terms=6000, scale=0.2), 1e-8),
+    "Neumann": (lambda: br.Neumann(terms=300), 1e-8),
+    "Neumann, fixed scale": (lambda: br.Neumann(terms=500, scale=0.4), 1e-8),
 }
 
 
@@ -96,27 +96,24 @@ def test_implicit_with_finite_differences_is_exact(case):
     check_method(method, known.problem, known.train, known.val, known.expected, 2e-7)
 
 
-SOLVERS = [
-    br.Identity(),
-    br.Neumann(7, 0.1),
-    br.Neumann(7, 0.4),
-    br.Neumann(7),
-    br.ConjugateGradient(3),
-    br.ConjugateGradient(5, damping=0.1),
-    br.ConjugateGradient(5, damping=1.0),
-    br.ConjugateGradient(5, damping=None),
-    br.MINRES(3),
-    br.MINRES(5, damping=0.1),
-    br.MINRES(5, damping=1.0),
-    br.solvers.GMRES(4),
-    br.solvers.GMRES(4, damping=1.0),
-    br.Nystrom(3, damping=0.1),
-    br.Nystrom(5, damping=1.0),
+CONVERGING = [
+    br.ConjugateGradient(40, tolerance=1e-10, damping=1.0),
+    br.MINRES(40, tolerance=1e-10, damping=0.1),
+    br.solvers.GMRES(40, tolerance=1e-10, damping=1.0),
     br.Exact(),
     br.Exact(damping=0.1),
-    br.Exact(damping=1.0),
+]
+TRUNCATED = [
+    br.Identity(),
+    br.Neumann(7, 0.1),
+    br.Neumann(7),
+    br.ConjugateGradient(3),
+    br.ConjugateGradient(5, damping=None),
+    br.MINRES(3),
+    br.solvers.GMRES(4),
+    br.Nystrom(3, damping=0.1),
+    br.Nystrom(5, damping=1.0),
     br.solvers.SOBA(5, 0.1),
-    br.solvers.SOBA(5, 0.4),
     br.solvers.SOBA(5),
 ]
 SYSTEMS = {
@@ -183,18 +180,29 @@ def matrix_of(kind, system):
         return dense(curvature_of(kind, system).linearise(passes, train), b)
 
 
+# Each solver with each curvature once, and with each system twice.
+GRID = [
+    (solver, kind, list(SYSTEMS)[(i + j) % len(SYSTEMS)])
+    for i, solver in enumerate(CONVERGING + TRUNCATED)
+    for j, kind in enumerate(CURVATURES)
+]
+
+
 @pytest.mark.filterwarnings(
     "ignore:the linear solve ended", "ignore:Exact needs an invertible", "ignore:SOBA makes"
 )
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("kind", CURVATURES)
-@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize(("solver", "kind", "system"), GRID, ids=repr)
 def test_every_solver_on_every_curvature(solver, kind, system):
-    """dL_V/dλ = ∂L_V/∂λ − x ∂²L_T/∂w∂λ, with x from the dense curvature and all of it from differences."""
+    """dL_V/dλ = ∂L_V/∂λ − x ∂²L_T/∂w∂λ, with the dense (A + δI)⁻¹b for x, or what a truncated solver makes of A."""
     problem, train, val, b, direct, mixed = known(system)
     matrix = matrix_of(kind, system)
-    x = solver.solve(lambda v: _tree.unflatten(matrix @ _tree.flatten(v), b), b).x
-    expected = direct - _tree.flatten(x) @ mixed
+    if solver in CONVERGING:  # of smallest norm where A is singular
+        damped = matrix + solver.damping * torch.eye(len(matrix))
+        x = torch.linalg.pinv(damped, rtol=1e-6) @ _tree.flatten(b)
+    else:
+        dense_product = lambda v: _tree.unflatten(matrix @ _tree.flatten(v), b)  # noqa: E731
+        x = _tree.flatten(solver.solve(dense_product, b).x)
+    expected = direct - x @ mixed
     h = br.hypergradient(problem, train, val, br.Implicit(solver, curvature_of(kind, system)))
     assert torch.allclose(
         _tree.flatten(h.total), expected, rtol=1e-5, atol=1e-15 + 1e-6 * float(expected.abs().max())
@@ -204,9 +212,9 @@ def test_every_solver_on_every_curvature(solver, kind, system):
 @pytest.mark.parametrize("case", cases.EXACT_CASES)
 def test_unrolled_tends_to_the_exact_answer(case):
     known = cases.EXACT_CASES[case]()
-    method = br.Unrolled(steps=400, step_size=0.3)
-    strong = "strong" in case
-    check_method(method, known.problem, known.train, known.val, known.expected, 1e-7 if strong else 1e-2)
+    method = br.Unrolled(steps=200, step_size=0.3)
+    tolerance = 1e-7 if "strong" in case else 1e-5
+    check_method(method, known.problem, known.train, known.val, known.expected, tolerance)
 
 
 @pytest.mark.parametrize("step_size", [0.05, 0.3])

@@ -2,9 +2,8 @@
 
 import ast
 import inspect
+import sys
 from pathlib import Path
-
-import pytest
 
 import bestresponse as br
 
@@ -25,6 +24,10 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p != SOURCE / "__init__.py")
+
+
+def name_of(path):
+    return str(path.relative_to(SOURCE))
 
 
 def layer_of(path):
@@ -50,37 +53,69 @@ def imported(path):
             yield layer_of(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_down(path):
-    assert layer_of(path) in LEVEL
-    above = [name for name in imported(path) if LEVEL[name] > LEVEL[layer_of(path)]]
-    assert not above, f"{path.name} imports {above}, which are above it"
+def test_imports_point_down():
+    unknown = sorted({layer_of(p) for p in FILES} - LEVEL.keys())
+    assert not unknown, f"give {unknown} a place in LAYERS"
+    upwards = [
+        f"{name_of(path)} imports {name}"
+        for path in FILES
+        for name in imported(path)
+        if LEVEL[name] > LEVEL[layer_of(path)]
+    ]
+    assert not upwards, "\n".join(["imports must point down:", *upwards])
+
+
+def test_there_are_no_circles():
+    below = {name: set() for name in LEVEL}
+    for path in FILES:
+        below[layer_of(path)] |= set(imported(path)) - {layer_of(path)}
+    while free := [name for name, others in below.items() if not others]:
+        below = {name: others - set(free) for name, others in below.items() if name not in free}
+    assert not below, f"these import each other, or what does: {below}"
 
 
 def test_solvers_have_never_heard_of_problems():
-    for path in (SOURCE / "solvers").glob("*.py"):
-        assert set(imported(path)) <= {"_tree", "errors", "solvers"}
+    foreign = {
+        name_of(path): others
+        for path in (SOURCE / "solvers").glob("*.py")
+        if (others := set(imported(path)) - {"_tree", "errors", "solvers"})
+    }
+    assert not foreign, f"a solver may import _tree and errors alone: {foreign}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_the_core_imports_torch_and_the_standard_library_only(path):
-    if layer_of(path) == "experiments":
-        return
+def test_the_core_imports_torch_and_the_standard_library_only():
+    allowed = {"torch", "tqdm", *sys.stdlib_module_names}
+    foreign = {
+        name_of(path): others
+        for path in FILES
+        if layer_of(path) != "experiments" and (others := absolute(path) - allowed)
+    }
+    assert not foreign, f"import these where they are used: {foreign}"
+
+
+def absolute(path):
+    """The first part of each absolute import that runs when the file is imported."""
+    names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module]
-        for name in names:
-            assert name.split(".")[0] in {"torch", "tqdm", *__import__("sys").stdlib_module_names}
+        if isinstance(node, ast.Import):
+            names |= {a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
 
 
 def test_public_names_are_few_and_documented():
     assert len(br.__all__) <= 40
-    for name in br.__all__:
-        assert inspect.getdoc(getattr(br, name)), f"{name} has no docstring"
+    bare = [name for name in br.__all__ if not inspect.getdoc(getattr(br, name))]
+    assert not bare, f"these have no docstring: {bare}"
+
+
+# Files above the limit of today: the set must shrink to nothing, and nothing may join it.
+LONG = {"experiments/accuracy.py", "experiments/distill.py"}
 
 
 def test_files_are_short():
-    for path in FILES:
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= 360, f"{path.name} has {lines} lines"
+    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    long = {name: count for name, count in lines.items() if count > 300}
+    assert not long.keys() - LONG, f"a file has at most 300 lines; got {long}"
+    assert not LONG - long.keys(), f"take {sorted(LONG - long.keys())} out of LONG"

@@ -8,22 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import _tree
-from .._tree import Tree
 from ..errors import ArgumentTypeError, require_integer
 from ..methods import Method
 from ..methods.base import require_method
 from ..problem import Problem
-from ..verification.twin import tensors_of
+from ..runs.requirements import check_weight_optimizer
 from . import derivatives, losses, methods, spectrum
 from .findings import Bench, Finding
 from .methods import Row
-from .precise import copied
+from .recommendation import recommended
 from .retraining import Retraining, retrain
 from .spectrum import Spectrum
 
-_CLOSE = 0.2
-# Cosines with the reference that are no further apart are alike.
-_NEAR = 0.02
 _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ERROR  "}
 
 
@@ -84,12 +80,13 @@ def check(
 ) -> Check:
     """Is a problem ready to be tuned, which method suits it, and what does it cost?
 
-    It looks at: values, dependence and repeatability of the losses, by name; whether they are means; gradients, one
-    product with the Hessian and one mixed term against differences (which finds detached tensors and edits through
-    ``.data``), in a float64 copy where one can be made; the curvature's extreme eigenvalues; how stationary the weights
-    are; each method's hypergradient against training again, its time and memory. About a thousand training
-    gradients in all, half of them for the re-training. Weights, hyperparameters, buffers, ``.grad``, modes, random
-    state and what methods remember are as before, also after an error.
+    It looks in turn at: the values of the losses, whether they repeat, and whether they are means; a first
+    hypergradient, with its errors and warnings and the verification of its second derivatives; the gradients of both
+    losses against differences (which finds detached tensors and edits through ``.data``); the curvature's extreme
+    eigenvalues; how stationary the weights are; each method's hypergradient against training again, its time and
+    memory. Derivatives are compared in a float64 copy where one can be made. An error ends the check. It takes about a
+    thousand training gradients, half of them for the re-training. Weights, hyperparameters, buffers, ``.grad``, modes,
+    random state and what methods remember are as before, also after an error.
 
     Args:
         problem: the problem; its weights should be about where hyper-steps will begin.
@@ -112,75 +109,41 @@ def check(
     require_integer("seed", seed, 0)
     for method in (methods or {}).values():
         require_method(method)
-    with warnings.catch_warnings():
+    bench = Bench(problem, train_batch, val_batch, seed)
+    with (
+        warnings.catch_warnings(),
+        _tree.put_back(problem.live()),
+    ):  # which a pass may edit: one of the faults
         warnings.simplefilter("ignore")
-        bench = Bench(problem, train_batch, val_batch, seed, [])
-        with bench.errors_told("parameters"):
-            problem.check_intact()
-            # A twin of its own, so that what is remembered and warned of stays as it is.
-            twin = Problem(
-                problem.model,
-                problem.hyper,
-                problem.train_loss,
-                problem.val_loss,
-                problem.val_mode,
-                verify=False,
-            )
-        if bench.failed("parameters"):
-            return Check(repr(problem), tuple(bench.findings), None, None, (), _advice(bench, None, None, []))
-        bench.problem = twin
-        tensors = tensors_of(twin)
-        kept = _tree.copy(tensors)
-        try:
-            return _examined(bench, weight_optimizer, dict(methods or {}), retrain_steps)
-        finally:  # a pass may edit its weights, which is one of the faults
-            losses.restore(tensors, kept)
+        return _examined(bench, weight_optimizer, dict(methods or {}), retrain_steps)
 
 
 def _examined(bench: Bench, optimizer: Any, more: dict[str, Method], steps: int) -> Check:
-    losses.examine(bench, optimizer)
+    """Each test in turn, up to the first error."""
     known: Spectrum | None = None
-    retraining: Retraining | None = None
+    again: Retraining | None = None
     rows: list[Row] = []
-    if not bench.failed("losses"):
-        with bench.errors_told("derivatives"):
-            derivatives.examine(copied(bench, double=True))
-    if not (bench.failed("losses") or bench.failed("derivatives")):
-        with bench.errors_told("curvature"):
-            known = spectrum.examine(bench)
-    if known is not None and not bench.failed("hyperparameters"):
-        with bench.errors_told("hypergradient"):
-            retraining, rows = _compared(bench, known, optimizer, more, steps)
-    if known is not None:
-        loss = retraining.before if retraining is not None else _train_loss(bench)
-        fallen = None if retraining is None else retraining.before - retraining.after
-        spectrum.tell_stationarity(bench, known, loss, fallen)
-    advice = _advice(bench, known, retraining, rows)
-    return Check(repr(bench.problem), tuple(bench.findings), known, retraining, tuple(rows), advice)
-
-
-def _compared(
-    bench: Bench, known: Spectrum, optimizer: Any, more: dict[str, Method], steps: int
-) -> tuple[Retraining | None, list[Row]]:
-    """Training again along the reference hypergradient, and what each method says of it."""
-    best = methods.reference(bench)
-    size = _tree.norm(best)
-    if not 0.0 < size < math.inf:
-        bench.say(
-            "warning", "hypergradient", "it is zero: the validation loss does not see the hyperparameters."
-        )
-        return None, []
-    direction: Tree = _tree.scale(best, 1.0 / size)
-    retraining = None
-    if steps and known.highest > 0.0:
-        retraining = retrain(copied(bench, double=False), direction, size, known.highest, steps)
-    tried = methods.candidates(bench, known, optimizer) | more
-    return retraining, methods.compare(bench, tried, optimizer, direction, best)
-
-
-def _train_loss(bench: Bench) -> float:
-    with bench.problem.undisturbed(bench.seed, twice=False) as passes:
-        return float(passes.train_loss(bench.train).detach())
+    with bench.errors_told():
+        bench.leave_the_callers()
+        if optimizer is not None:
+            bench.topic = "weight optimiser"
+            check_weight_optimizer(bench.problem, optimizer)
+            bench.say("ok", "it holds every weight, no hyperparameter, and no decay.")
+        losses.examine(bench)
+        best = derivatives.reference(bench)
+        derivatives.slopes(bench)
+        known = spectrum.examine(bench)
+        size = _tree.norm(best)
+        direction = _tree.scale(best, 1.0 / (size or 1.0))
+        bench.topic = "re-training"
+        if size and steps and known.highest > 0.0:
+            again = retrain(bench, direction, size, known.highest, steps)
+        bench.topic = "methods"
+        tried = methods.candidates(bench, known, optimizer) | more if size else {}
+        rows = methods.compare(bench, tried, optimizer, direction, best)
+        spectrum.tell_stationarity(bench, known, again)
+    advice = recommended(bench, known, again, rows)
+    return Check(repr(bench.problem), tuple(bench.findings), known, again, tuple(rows), advice)
 
 
 def _finite(value: Any) -> Any:
@@ -189,76 +152,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _advice(bench: Bench, known: Spectrum | None, retraining: Retraining | None, rows: list[Row]) -> str:
-    wrong = [f.topic for f in bench.findings if f.level == "error" and f.topic != "second derivatives"]
-    if wrong or known is None:
-        return f"mend what is said of {', '.join(dict.fromkeys(wrong)) or 'the curvature'}, and check again."
-    if bench.direct_only:
-        return "Direct(), since nothing comes through the weights."
-    if bench.failed("second derivatives"):
-        text = (
-            "the way out that the error names, for exact hypergradients; else Implicit(curvature=FiniteDifference()) "
-            "on smooth networks, or Penalty(steps, step_size)."
-        )
-    else:
-        text = _start_with(bench, rows)
-        if known.lowest < 0.0:
-            text += "; where the loss splits, with curvature=GaussNewton(predict, loss, rest)"
-        if any(type(m).__name__.startswith("Dropout") and m.training for m in bench.problem.model.modules()):
-            text += "; with dropout and small batches, ConjugateGradient(2, damping=0.1)"
-        if any(f.topic == "stationarity" and f.level == "warning" for f in bench.findings):
-            text += "; and more training before the first hyper-step"
-        text += "."
-    return text + _closest(retraining, rows)
-
-
-def _start_with(bench: Bench, rows: list[Row]) -> str:
-    """The method that we recommend for so many hyperparameters, or another where the table shows that it fails."""
-    first = methods.FOR_FEW if _tree.size(bench.problem.hyperparameters) <= methods.FEW else "Implicit()"
-    failed = {r.method for r in rows if r.failed}
-    if first not in failed:
-        return f"{first}, made once before the loop"
-    others = [r for r in rows if not r.failed and r.cosine is not None and r.seconds is not None]
-    if not others:
-        return "no method of the table, since each fails: train further, or add a regulariser to train_loss"
-    best = max(r.cosine or -1.0 for r in others)
-    near = [r for r in others if (r.cosine or -1.0) >= best - _NEAR]
-    plain = [r for r in near if r.method == "Implicit()"]
-    chosen = plain[0] if plain else min(near, key=lambda r: r.seconds or math.inf)
-    return f"{chosen.method}, since {first} fails here: its solve ends with {_said(rows, first)}"
-
-
-def _said(rows: list[Row], method: str) -> str:
-    return next(r.said for r in rows if r.method == method)
-
-
-def _closest(retraining: Retraining | None, rows: list[Row]) -> str:
-    """Which of the compared methods is near the re-training at the lowest price."""
-    ran = [r for r in rows if r.slope is not None and r.seconds is not None and not r.failed]
-    if retraining is None or not ran or abs(retraining.slope) <= 5.0 * retraining.error:
-        return ""
-    ratios = {r.method: (r.slope or 0.0) / retraining.slope for r in ran}
-    near = [r for r in ran if abs(ratios[r.method] - 1.0) <= _CLOSE]
-    if near:
-        cheapest = min(near, key=lambda r: r.seconds or math.inf)
-        return (
-            f" In a single call on this batch {cheapest.method} is within {_CLOSE:.0%} of training again, at "
-            f"{cheapest.seconds:.1f} training gradients. Methods that start warm come nearer along a run."
-        )
-    nearest = min(ran, key=lambda r: abs(ratios[r.method] - 1.0))
-    if not 0.5 <= ratios[nearest.method] <= 2.0:
-        return (
-            f" In a single call on this batch no method predicts what {retraining.steps} steps of training again give: "
-            "train further (warmup_steps), and check again."
-        )
-    return (
-        f" In a single call on this batch no method is within {_CLOSE:.0%} of {retraining.steps} steps of training "
-        f"again; the nearest is {nearest.method}, {ratios[nearest.method]:.2f} times it. Methods that start warm come "
-        "nearer "
-        "along a run."
-    )
 
 
 def _table(rows: tuple[Row, ...], retraining: Retraining | None) -> list[str]:

@@ -3,17 +3,12 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from ..batches import Batches
 from ..errors import Error
 from ..problem import Problem
-from ..verification.twin import mapped
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -35,55 +30,47 @@ class Finding:
 
 @dataclass
 class Bench:
-    """A problem on the bench: a twin of its own, so that nothing of a check stays with the caller's.
+    """A problem with its batches while it is checked.
 
     Attributes:
-        problem: the twin, with the caller's modules and losses.
+        problem: at first the caller's, then another one with its modules and losses, which has a memory of its own.
         train, val: the batches.
         seed: of the random state of each pass.
         findings: what was found so far.
-        direct_only: whether train_loss reads no hyperparameter, so that nothing comes through the weights.
+        topic: what is looked at.
+        direct_only: whether nothing comes through the weights.
     """
 
     problem: Problem
     train: Any
     val: Any
     seed: int
-    findings: list[Finding]
+    findings: list[Finding] = field(default_factory=list)
+    topic: str = "parameters"
     direct_only: bool = False
 
-    def say(self, level: Level, topic: str, text: str) -> None:
-        """Add a finding."""
-        self.findings.append(Finding(level, topic, text))
+    def leave_the_callers(self) -> None:
+        """Go on with another problem; raises where parameters were replaced or frozen."""
+        given = self.problem
+        given.check_intact()
+        self.problem = Problem(given.model, given.hyper, given.train_loss, given.val_loss, given.val_mode)
+
+    def say(self, level: Level, text: str) -> None:
+        """Add a finding on the present topic."""
+        self.findings.append(Finding(level, self.topic, text))
 
     @contextmanager
-    def errors_told(self, topic: str) -> Iterator[None]:
-        """Turn an error into a finding, and leave the rest of the block."""
+    def errors_told(self) -> Iterator[None]:
+        """Turn an error into a finding on the present topic, and leave the rest of the block."""
         try:
             yield
         except Error as error:
-            self.say("error", topic, str(error))
+            self.say("error", str(error))
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
-            self.say("error", topic, f"this ended in {said}. Run the loss by itself to see where.")
+            self.say("error", f"this ended in {said}. Run the loss by itself to see where.")
 
     def failed(self, topic: str) -> bool:
         """Whether there is an error on this topic."""
         return any(f.topic == topic and f.level == "error" for f in self.findings)
-
-
-def repeated(batch: Any, times: int) -> Any | None:
-    """A batch of tensors of one length, so many times after itself; None where it is something else."""
-    lengths = set()
-
-    def again(x: Tensor) -> Tensor:
-        if not x.ndim:
-            return x
-        lengths.add(len(x))
-        return torch.cat([x] * times)
-
-    if isinstance(batch, Batches):
-        return None
-    longer = mapped(batch, again)
-    return longer if len(lengths) == 1 else None

@@ -41,20 +41,20 @@ class Row:
     """
 
     method: str
-    slope: float | None
-    cosine: float | None
-    products: int | None
-    seconds: float | None
-    memory: float | None
-    said: str
+    slope: float | None = None
+    cosine: float | None = None
+    products: int | None = None
+    seconds: float | None = None
+    memory: float | None = None
+    said: str = ""
     failed: bool = False
 
 
 def candidates(bench: Bench, spectrum: Spectrum, optimizer: Any = None) -> dict[str, Method]:
     """The methods that a check compares; those that ask for first derivatives alone come last."""
-    rate = 1.0 / spectrum.highest if spectrum.highest > 0.0 else 0.1
     if bench.direct_only:
         return {"Direct()": Direct()}
+    rate = 1.0 / spectrum.highest if spectrum.highest > 0.0 else 0.1
     sama = SAMA() if isinstance(optimizer, Optimizer) else SAMA(SGD())
     found: dict[str, Method] = {}
     if not bench.failed("second derivatives"):
@@ -68,21 +68,13 @@ def candidates(bench: Bench, spectrum: Spectrum, optimizer: Any = None) -> dict[
             "Implicit(Neumann(20))": Implicit(Neumann(20)),
             "Implicit(Neumann(3))": Implicit(Neumann(3)),
             "Implicit(Identity())": Implicit(Identity()),
+            f"Unrolled(10, {rate:.2g})": Unrolled(10, rate),
         }
-        if not any(f.topic == "captured parameters" for f in bench.findings):
-            found[f"Unrolled(10, {rate:.2g})"] = Unrolled(10, rate)
     return found | {
         "Implicit(curvature=FiniteDifference())": Implicit(curvature=FiniteDifference()),
         f"Penalty(10, {rate:.2g})": Penalty(10, rate),
         "SAMA()" if sama.rule is None else "SAMA(SGD())": sama,
     }
-
-
-def reference(bench: Bench) -> Tree:
-    """The hypergradient by conjugate gradient of fifty steps, damped where it must be."""
-    curvature = {"curvature": FiniteDifference()} if bench.failed("second derivatives") else {}
-    method = Implicit(ConjugateGradient(50, tolerance=1e-4, damping=None), **curvature)  # type: ignore[arg-type]
-    return hypergradient(bench.problem, bench.train, bench.val, method, bench.seed).total
 
 
 def compare(
@@ -100,7 +92,7 @@ def compare(
 
     # Profilers do not nest, and a caller's would be ended.
     unit = None if torch.autograd.profiler._is_profiler_enabled else measuring.peak_bytes(gradient)
-    rows = [Row("the reference", _tree.norm(best), 1.0, None, None, None, "")]
+    rows = [Row("the reference", _tree.norm(best), 1.0)]
     for name, method in methods.items():
         call = partial(hypergradient, problem, bench.train, bench.val, method, bench.seed, known)
         try:
@@ -109,14 +101,14 @@ def compare(
             memory = None if unit is None else measuring.peak_bytes(call) / max(1, unit)
             h = call()
         except Error as error:
-            rows.append(Row(name, None, None, None, None, None, str(error), failed=True))
+            rows.append(Row(name, said=str(error), failed=True))
             continue
-        size = _tree.norm(h.total)
+        along, size = _tree.dot(h.total, direction), h.norm
         rows.append(
             Row(
                 name,
-                None if isinstance(method, SAMA) else _tree.dot(h.total, direction),
-                _tree.dot(_tree.scale(h.total, 1.0 / size), direction) if 0.0 < size < math.inf else None,
+                None if isinstance(method, SAMA) else along,
+                along / size if 0.0 < size < math.inf else None,
                 None if h.solve is None else h.solve.products,
                 taken["call"] / taken["gradient"],
                 memory,

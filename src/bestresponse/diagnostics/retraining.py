@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
 from ..errors import Error
-from ..hyperparameters.orthant import fitting, joint_rates, one_sided_, stop_at_zero_
+from ..hyperparameters.orthant import fitting, orthant_wise
 from ..problem import Passes
 from .findings import Bench
 
@@ -34,61 +33,49 @@ class Retraining:
 
 
 def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, steps: int) -> Retraining | None:
-    """Train twice for two sizes of ε, by heavy-ball steps of 1/λ_max; None where training fails.
+    """Train twice for two sizes of ε, by heavy-ball steps of half of 1/λ_max; None where training fails.
 
     ``predicted`` is what a hypergradient says of the slope along ``direction``, and sets the size of ε.
     """
     problem = bench.problem
     live = problem.hyperparameters
-    kept = _tree.copy(live)
     double = all(w.dtype == torch.float64 for w in problem.weights.values())
 
-    losses: list[float] = []
-
-    def after(step: float) -> float:
-        try:
+    def trained(step: float) -> tuple[float, float, float]:
+        """The training loss before and after the steps, and the validation loss, ``step`` along the direction."""
+        with _tree.put_back(problem.live()), problem.undisturbed(bench.seed) as passes:
             with torch.no_grad():
                 for name, p in live.items():
                     p.add_(direction[name], alpha=step)
-            with problem.undisturbed(bench.seed) as passes:
-                if step == 0.0:
-                    losses.append(float(passes.train_loss(bench.train).detach()))
-                weights = _trained(passes, bench.train, 0.5 / highest, steps)
-                if step == 0.0:
-                    losses.append(float(passes.train_loss(bench.train, weights).detach()))
-                return float(passes.val_loss(bench.val, weights).detach())
-        finally:
-            _tree.write_(live, kept)
+            before = float(passes.train_loss(bench.train).detach())
+            _train(passes, bench.train, 0.5 / highest, steps)
+            after = float(passes.train_loss(bench.train).detach())
+            return before, after, float(passes.val_loss(bench.val).detach())
 
     try:
-        value = after(0.0)
+        before, after, value = trained(0.0)
         wanted = (1e-6 if double else 1e-3) * (abs(value) or 1.0)
-        size = min(wanted / max(abs(predicted), 1e-300), 0.1 * (1.0 + _tree.norm(kept)))
-        coarse, fine = ((after(h) - after(-h)) / (2.0 * h) for h in (size, size / 2.0))
+        size = min(wanted / max(abs(predicted), 1e-300), 0.1 * (1.0 + _tree.norm(_tree.detached(live))))
+        coarse, fine = ((trained(h)[-1] - trained(-h)[-1]) / (2.0 * h) for h in (size, size / 2.0))
     except Error as error:
-        bench.say("note", "re-training", f"not compared: {error}")
+        bench.say("note", f"not compared: {error}")
         return None
     precision = torch.finfo(torch.float64 if double else torch.float32).eps
-    return Retraining(fine, abs(coarse - fine) + 4.0 * precision * abs(value) / size, steps, *losses)
+    rounding = 4.0 * precision * abs(value) / size
+    return Retraining(fine, abs(coarse - fine) + rounding, steps, before, after)
 
 
-def _trained(passes: Passes, batch: object, rate: float, steps: int) -> Tree:
-    """The weights after heavy-ball steps, outside the model."""
-    weights: dict[str, Tensor] = {n: w.detach().clone() for n, w in passes.problem.weights.items()}
-    velocity = _tree.zeros_like(weights)
+def _train(passes: Passes, batch: object, rate: float, steps: int) -> None:
+    """Heavy-ball steps of the live weights, whose values are put back later."""
     problem = passes.problem
-    rates = joint_rates(problem.model, fitting(problem.hyper, problem.model)[0])
+    weights = list(problem.weights.values())
+    optimizer = torch.optim.SGD(weights, rate, momentum=_MOMENTUM)
+    penalties, _ = fitting(problem.hyper, problem.model)
     for _ in range(steps):
-        leaves = {n: w.requires_grad_() for n, w in weights.items()}
-        loss = passes.train_loss(batch, leaves)
+        loss = passes.train_loss(batch)
         passes.carry(passes.buffers())  # running statistics move along
-        gradient = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        with torch.no_grad():
-            for (name, w), g in zip(weights.items(), gradient, strict=True):
-                side = one_sided_(g, w, rates[name]) if g is not None and name in rates else None
-                if g is not None:
-                    velocity[name].mul_(_MOMENTUM).add_(g)
-                weights[name] = w.detach() - rate * velocity[name]
-                if side is not None:
-                    stop_at_zero_(weights[name], side)
-    return {n: w.requires_grad_() for n, w in weights.items()}
+        for w, g in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+            w.grad = g
+        with orthant_wise(problem.model, *penalties):
+            optimizer.step()
+        optimizer.zero_grad()

@@ -1,24 +1,25 @@
-"""The curvature of the training loss, and how far the weights are from a place where it stands still."""
+"""The curvature of the training loss, and how far the weights are from a stationary point of it."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .. import _tree
 from ..curvatures import Curvature, FiniteDifference, Hessian
 from ..curvatures.several_batches import linear_system
+from ..errors import EvaluationError
 from ..solvers import MINRES, ConjugateGradient
 from ..solvers.direct import dense
+from ..verification.probe import gradient
 from .findings import Bench, Level
+from .retraining import Retraining
 
 _DENSE = 300
 _SINGULAR = 1e-6
 _ILL = 1e-5
 _STEPS = 30
 _FAR = 0.1
-_NOT_FINITE = (
-    "products with the Hessian must be finite; got NaN or infinity. Look for sqrt, log or powers at zero."
-)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Spectrum:
         whole: whether they are those of the dense matrix.
         smallest: the smallest size of an eigenvalue that was seen.
         gradient: ‖∂L_T/∂w‖.
+        loss: L_T.
         to_gain: how far a quadratic model says that the training loss could still fall on this batch.
     """
 
@@ -39,6 +41,7 @@ class Spectrum:
     smallest: float
     whole: bool
     gradient: float
+    loss: float
     to_gain: float
 
     @property
@@ -47,43 +50,42 @@ class Spectrum:
         return self.lowest < -_ILL * max(abs(self.lowest), abs(self.highest))
 
 
-def examine(bench: Bench) -> Spectrum | None:
-    """Measure curvature and stationarity; None where products are not finite."""
-    problem = bench.problem
-    second = bench.failed("second derivatives")
-    curvature: Curvature = FiniteDifference() if second else Hessian()
+def examine(bench: Bench) -> Spectrum:
+    """Measure curvature and stationarity.
+
+    Raises:
+        EvaluationError: the curvature is not finite, or a kink holds all weights.
+    """
+    bench.topic, problem = "curvature", bench.problem
+    curvature: Curvature = FiniteDifference() if bench.failed("second derivatives") else Hessian()
     with problem.undisturbed(bench.seed, twice=curvature.twice) as passes:
         loss = passes.train_loss(bench.train)
-        live = list(problem.weights.values())
-        gradients = torch.autograd.grad(loss, live, allow_unused=True)
+        slopes = gradient(loss, problem.weights)
         system = linear_system(curvature, passes, bench.train)
-        known = dict(zip(problem.weights, gradients, strict=True))
-        g = system.responding({n: x for n in system.names if (x := known[n]) is not None})
-        if _tree.size(g) <= _DENSE:
-            matrix = dense(system, g)
-            if not bool(torch.isfinite(matrix).all()):
-                bench.say("error", "curvature", _NOT_FINITE)
-                return None
-            ones = {n: torch.ones_like(x) for n, x in g.items()}
-            free = _tree.flatten(system.responding(ones)).bool()
-            if not bool(free.any()):
-                bench.say("note", "curvature", "a kink of train_loss holds all weights: none responds.")
-                return None
-            matrix = matrix[free][:, free]
-            values = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
-            lowest, highest, whole = float(values[0]), float(values[-1]), True
-            smallest = float(values.abs().min())
+        g = system.responding({n: slopes[n] for n in system.names})
+        free = _tree.flatten(system.responding({n: torch.ones_like(x) for n, x in g.items()})).bool()
+        if not bool(free.any()):
+            raise EvaluationError(
+                "some weights must respond; kinks of train_loss (an ℓ1 penalty) hold all at zero."
+            )
+        whole = _tree.size(g) <= _DENSE
+        seen: Tensor | None
+        if whole:
+            matrix = dense(system, g)[free][:, free]
+            finite = bool(torch.isfinite(matrix).all())
+            seen = torch.linalg.eigvalsh((matrix + matrix.T) / 2) if finite else None
         else:
             generator = torch.Generator().manual_seed(2)
             b = {n: torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for n, x in g.items()}
             ritz = MINRES(_STEPS, tolerance=0.0).solve(system, system.responding(b)).report.curvature
-            if ritz is None:
-                bench.say("error", "curvature", _NOT_FINITE)
-                return None
-            lowest, highest, whole = *ritz, False
-            smallest = min(abs(lowest), abs(highest))
+            seen = None if ritz is None else torch.tensor(ritz, dtype=torch.float64)
+        if seen is None:
+            raise EvaluationError(
+                "products with the Hessian must be finite; got NaN or infinity. Look for sqrt, log or powers at zero."
+            )
         step = ConjugateGradient(20, tolerance=1e-3, damping=None).solve(system, g).x
-    spectrum = Spectrum(lowest, highest, smallest, whole, _tree.norm(g), _tree.dot(g, step) / 2.0)
+    ends = float(seen[0]), float(seen[-1]), float(seen.abs().min())
+    spectrum = Spectrum(*ends, whole, _tree.norm(g), float(loss.detach()), _tree.dot(g, step) / 2.0)
     _tell(bench, spectrum)
     return spectrum
 
@@ -92,47 +94,35 @@ def _tell(bench: Bench, spectrum: Spectrum) -> None:
     """Say what the eigenvalues mean."""
     low, high = spectrum.lowest, spectrum.highest
     seen = "eigenvalues" if spectrum.whole else f"eigenvalues seen in {_STEPS} products"
-    bench.say(
-        "note",
-        "curvature",
-        f"{seen} from {low:.3g} to {high:.3g}: a Neumann series converges for a scale below {2.0 / high:.3g}."
-        if high > 0.0
-        else f"{seen} from {low:.3g} to {high:.3g}.",
-    )
-    size = max(abs(low), abs(high))
+    series = f": a Neumann series converges for a scale below {2.0 / high:.3g}" if high > 0.0 else ""
+    bench.say("note", f"{seen} from {low:.3g} to {high:.3g}{series}.")
     if spectrum.indefinite:
         bench.say(
             "warning",
-            "curvature",
-            "the Hessian is indefinite, so that a Neumann series diverges and undamped conjugate gradient stops. Give "
-            "GaussNewton(predict, loss, rest) as the curvature where the loss is convex in the outputs; or let "
-            "ConjugateGradient(damping=None) choose a damping, as Implicit() does. MINRES and GMRES solve the "
-            "indefinite system as it is; its solution need not lower the validation loss.",
+            "the Hessian is indefinite: a Neumann series diverges, and undamped conjugate gradient stops. Use the "
+            "curvature GaussNewton(predict, loss, rest) where the loss is convex in the outputs, or a damping, which "
+            "Implicit() chooses by itself. MINRES and GMRES solve the indefinite system, whose solution need not "
+            "lower the validation loss.",
         )
-    if spectrum.smallest <= (_SINGULAR if spectrum.whole else _ILL) * size or high <= 0.0:
+    limit = (_SINGULAR if spectrum.whole else _ILL) * max(abs(low), abs(high))
+    if spectrum.smallest <= limit or high <= 0.0:
         bench.say(
             "warning",
-            "curvature",
-            "the Hessian is singular or nearly: along some directions the training loss does not say where the "
-            "weights go, and their best response is anything. Add a regulariser to train_loss, or a damping.",
+            "the Hessian is singular or nearly so: the weights have no unique best response. Add a regulariser to "
+            "train_loss, or a damping.",
         )
 
 
-def tell_stationarity(bench: Bench, spectrum: Spectrum, loss: float, fallen: float | None) -> None:
-    """Say how far the weights are from where the training loss stands still; by how much training lowered it."""
-    said = f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}"
-    gains = [fallen] if fallen is not None else []
-    if not spectrum.indefinite:
-        gains.append(spectrum.to_gain)
-        said += (
-            f"; by a quadratic model the loss of this batch, {loss:.3g}, could fall by {spectrum.to_gain:.3g}"
-        )
-    if fallen is not None:
-        said += f"; training on this batch lowered its loss of {loss:.3g} by {fallen:.3g}"
-    far = max(gains, default=0.0) > _FAR * abs(loss)
-    level: Level = "warning" if far else "ok" if gains else "note"
+def tell_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining | None) -> None:
+    """Say how far the weights are from a stationary point of the training loss; by how much training lowered it."""
+    bench.topic = "stationarity"
+    gains = {} if spectrum.indefinite else {"could fall by {:.3g} in a quadratic model": spectrum.to_gain}
+    if retraining is not None:
+        gains["fell by {:.3g} in training on this batch"] = retraining.before - retraining.after
+    said = "".join(f"; the loss, {spectrum.loss:.3g}, {how.format(x)}" for how, x in gains.items())
+    far = max(gains.values(), default=0.0) > _FAR * abs(spectrum.loss)
     advice = (
-        " The implicit function theorem holds where it stands still: train further first (warmup_steps), or make more "
-        "weight steps for each hyper-step."
+        " Train further first (warmup_steps), or make more weight steps for each hyper-step." if far else ""
     )
-    bench.say(level, "stationarity", said + "." + (advice if far else ""))
+    level: Level = "warning" if far else "ok" if gains else "note"
+    bench.say(level, f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}{said}.{advice}")

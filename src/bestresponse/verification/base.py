@@ -58,7 +58,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
         return None
     if claim is None:
         return "not verified: differences can check nothing that the method claims"
-    if why := claim.skipped() or _unfit(problem):
+    if why := claim.skipped() or unfit(problem):
         return f"not verified: {why}"
     thing, part = claim.key()
     known = problem.verifications(thing)
@@ -73,7 +73,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
     return known[part]
 
 
-def _unfit(problem: Problem) -> str:
+def unfit(problem: Problem) -> str:
     """The reason why differences cannot help here; empty if there is none."""
     if power_iteration(problem) is not None:
         return "spectral_norm takes its singular vectors as constants in training mode"

@@ -9,8 +9,9 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..curvatures import Curvature
-from ..errors import named
+from ..errors import EvaluationError, named
 from ..passes import graph
+from ..problem import Problem
 from . import suspects
 from .probe import COARSE, FINE, FINE_VALUES, Differences, Line, Step, direction, gradient
 from .twin import Trial
@@ -43,6 +44,11 @@ def tuned(name: str) -> str:
     return name + _TUNED
 
 
+def together(problem: Problem) -> dict[str, Tensor]:
+    """Weights and hyperparameters by name."""
+    return {**problem.weights, **{tuned(n): p for n, p in problem.hyperparameters.items()}}
+
+
 def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], products: bool = True) -> Finding:
     """Why these are wrong; ``curvature`` is given if its products, or its mixed term, claim to be those of g."""
     culprits = suspects.lossy_functions(trial) or suspects.without_graph(trial)
@@ -53,7 +59,9 @@ def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], produ
     if curvature is not None and _is_derivative_of_field(trial, curvature, products):
         of_weights = [n for n in names if not n.endswith(_TUNED)]
         return field(trial, of_weights, solvable=True) if of_weights else Finding("verified")
-    if not _is_gradient(trial, names):
+    tensors = together(trial.problem)
+    sloped = [n for n in names if n in tensors] or list(tensors)
+    if wrong_slopes(trial, "train_loss", sloped[:_SLOPES], 2):
         return field(trial, names, solvable=False)
     return _lost([], names, suspects.constants(trial) + suspects.doubled_backwards(trial))
 
@@ -163,28 +171,28 @@ def _agree(claimed: float, at: Callable[[float], float], step: Step) -> bool:
     return abs(claimed - fine) <= 10.0 * abs(fine - other) + step.wrong * (abs(claimed) + abs(fine))
 
 
-def _is_gradient(trial: Trial, names: Sequence[str]) -> bool:
-    """Whether the training gradient is the slope of the training loss, for tensors with wrong derivatives."""
-    problem = trial.problem
-    tensors: dict[str, Tensor] = {
-        **problem.weights,
-        **{tuned(n): p for n, p in problem.hyperparameters.items()},
-    }
+def wrong_slopes(trial: Trial, loss: str, names: Sequence[str], number: int) -> list[str]:
+    """The tensors along which a loss has a slope that differs from its gradient, at the place with this number."""
+    problem, batch = trial.problem, trial.val if loss == "val_loss" else trial.train
+    tensors = together(problem)
     steps = FINE_VALUES if trial.exact else [replace(step, right=1e-2, wrong=5e-2) for step in COARSE]
-    aside = direction(problem.weights, problem.model, 2)
+    aside = direction(problem.weights, problem.model, number)
+    wrong = []
     with problem.undisturbed(trial.seed) as passes, Line(problem.weights, aside) as base:
         base.to(NEAR)
-        g = gradient(passes.train_loss(trial.train), tensors)
+        g = gradient(getattr(passes, loss)(batch), tensors)
+        if not any(bool(x.any()) for x in g.values()):  # a loss that reads the original and not this copy
+            raise EvaluationError(f"{loss} must depend on a weight; it reaches none of this problem's.")
         like = torch.float64 if trial.exact else torch.float32
 
         def values() -> Tree:
-            return {"loss": torch.tensor([float(passes.train_loss(trial.train).detach())], dtype=like)}
+            return {"loss": torch.tensor([float(getattr(passes, loss)(batch).detach())], dtype=like)}
 
-        for name in [n for n in names if n in tensors][:_SLOPES] or list(tensors)[:_SLOPES]:
-            along = direction({name: tensors[name]}, problem.model, 6)
+        for name in names:
+            along = direction({name: tensors[name]}, problem.model, number + 4)
             along[name] += g[name] * (_tree.norm(along) / (float(g[name].norm()) or 1.0))
             claimed = {"loss": torch.tensor([float((along[name] * g[name]).sum())], dtype=like)}
             with Line(tensors, along) as line:
                 if Differences(values, line).judge(claimed, [["loss"]], steps).kind == "wrong":
-                    return False
-    return True
+                    wrong.append(name)
+    return wrong

@@ -48,7 +48,7 @@ def trials(
     """
     parts = _part(train), _part(val)
     whole = parts[0] is train and parts[1] is val
-    exact = all(x.dtype == torch.float64 for x in tensors_of(problem).values())
+    exact = all(x.dtype == torch.float64 for x in problem.live().values())
     for batches in (parts,) if whole else (parts, (train, val)):
         own = Trial(problem, *batches, thing, seed, exact)
         if not precise_first or exact:
@@ -65,25 +65,23 @@ def trials(
 
 def _precise(own: Trial) -> Trial | None:
     """A copy in float64, if it is small enough and has the same losses."""
-    if sum(x.numel() for x in tensors_of(own.problem).values()) > LARGEST:
+    if sum(x.numel() for x in own.problem.live().values()) > LARGEST:
         return None
-    if any(x._backward_hooks for x in tensors_of(own.problem).values()):
+    if any(x._backward_hooks for x in own.problem.live().values()):
         return None  # a copy does not have them
-    other, thing = twin((own.problem, own.thing), double=True)
+    other, thing = twin(own.problem, own.thing)
     train, val = doubled(own.train), doubled(own.val)
-    alike = is_alike(own.problem, other, "train_loss", (own.train, train), own.seed)
+    alike = _is_alike(own.problem, other, (own.train, train), own.seed)
     return Trial(other, train, val, thing, own.seed, True) if alike else None
 
 
-def twin(original: tuple[Problem, Any], double: bool) -> tuple[Problem, Any]:
-    """The same problem with its own modules, optionally in float64, and the objects that belong to it.
+def twin(problem: Problem, thing: Any) -> tuple[Problem, Any]:
+    """The same problem with its own modules, in float64, and the objects that belong to it.
 
     Raises whatever a copy of these modules raises.
     """
-    problem, thing = original
     model, hyper, thing = copy.deepcopy((problem.model, problem.hyper, thing))
-    if double:
-        model, hyper = model.double(), hyper.double()
+    model, hyper = model.double(), hyper.double()
     other = copy.copy(problem)
     other.model, other.hyper, other._states = model, hyper, weakref.WeakKeyDictionary()
     parameters, tuned = dict(model.named_parameters()), dict(hyper.named_parameters())
@@ -92,26 +90,31 @@ def twin(original: tuple[Problem, Any], double: bool) -> tuple[Problem, Any]:
     return other, thing
 
 
-def is_alike(
-    problem: Problem,
-    other: Problem,
-    name: str,
-    batches: tuple[Any, Any],
-    seed: int | None,
-    double: bool = True,
-) -> bool:
-    """Whether a loss of a copy equals that of the original, uses nothing of it, and is in float64 if required."""
+def _is_alike(problem: Problem, other: Problem, batches: tuple[Any, Any], seed: int | None) -> bool:
+    """Whether the training loss of a copy equals the original one, uses nothing of it, and is in float64."""
     values, reached = [], []
     for one, batch in zip((problem, other), batches, strict=True):
         with one.undisturbed(seed) as passes:
-            loss = getattr(passes, name)(batch)
+            loss = passes.train_loss(batch)
         leaves = graph.leaves(loss)
         values.append(float(loss.detach()))
-        reached.append({n for n, x in tensors_of(one).items() if id(x) in leaves})
-    captured = any(id(x) in leaves for x in tensors_of(problem).values())
-    near = abs(values[0] - values[1]) <= 0.05 * max(map(abs, values)) + 1e-6
-    same = near and reached[0] == reached[1] and not captured
-    return same and (is_exact(loss) or not double)
+        reached.append({n for n, x in one.live().items() if id(x) in leaves})
+    captured = any(id(x) in leaves for x in problem.live().values())
+    same = reached[0] == reached[1] and not captured and is_exact(loss)
+    return same and (_near(values) or _near([*_without_masks((problem, other), batches, seed)]))
+
+
+def _near(values: list[float]) -> bool:
+    return abs(values[0] - values[1]) <= 0.05 * max(map(abs, values)) + 1e-6
+
+
+def _without_masks(
+    problems: tuple[Problem, Problem], batches: tuple[Any, Any], seed: int | None
+) -> Iterator[float]:
+    """The training losses in eval mode: the masks of dropout are other ones in another precision."""
+    for problem, batch in zip(problems, batches, strict=True):
+        with problem.undisturbed(seed) as passes, passes.eval_mode():
+            yield float(passes.train_loss(batch).detach())
 
 
 def is_exact(loss: Tensor) -> bool:
@@ -124,11 +127,6 @@ def judged_by_its_arithmetic(trial: Trial) -> Trial:
     with trial.problem.undisturbed(trial.seed) as passes:
         exact = is_exact(passes.train_loss(trial.train)) and is_exact(passes.val_loss(trial.val))
     return replace(trial, exact=trial.exact and exact)
-
-
-def tensors_of(problem: Problem) -> dict[str, Tensor]:
-    """Weights by name, and hyperparameters by name after "hyper."."""
-    return {**problem.weights, **{f"hyper.{n}": p for n, p in problem.hyperparameters.items()}}
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
