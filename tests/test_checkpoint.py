@@ -252,9 +252,7 @@ def test_a_state_of_another_run_is_refused_and_nothing_is_changed(tmp_path):
     make().save(path)
     tuner = make()
     tuner.problem.model[4] = nn.Linear(4, 3)
-    with pytest.raises(
-        br.Error, match=r"model must have the saved tensors; it differs in \['4.bias"
-    ):
+    with pytest.raises(br.Error, match=r"model must have the saved tensors; it differs in \['4.bias"):
         tuner.load(path)
     tuner = make()
     tuner.weight_scheduler = None
