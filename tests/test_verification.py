@@ -402,7 +402,7 @@ def test_a_curvature_that_is_not_symmetric_is_warned_of():
 def test_differences_are_not_verified_by_differences():
     problem, b = problem_of(around(nn.Tanh())), batch()
     h = br.hypergradient(problem, b, b, br.Implicit(br.Identity(), br.FiniteDifference()))
-    assert h.verification == "not verified: differences stand for second derivatives"
+    assert h.verification == "not verified: differences replace second derivatives"
 
 
 @pytest.mark.filterwarnings("ignore:spectral_norm at")
