@@ -439,7 +439,7 @@ def problem_of(model):
         ),
         (Bags, "embedding_bag.*FiniteDifference"),
         (lambda: Checkpointed(True), "checkpoint.*use_reentrant=False"),
-        (lambda: torch.compile(nn.Linear(3, 1), backend="aot_eager"), "torch.compile.*before torch.compile"),
+        (lambda: torch.compile(nn.Linear(3, 1), backend="aot_eager"), "torch.compile.*without torch.compile"),
     ],
     ids=["once", "once, constant upstream", "embedding bag", "checkpoint", "compiled"],
 )

@@ -238,7 +238,7 @@ class problem_with_seed:
 REFUSED = {
     "weight norm": "weight_norm.*parametrization of your own",
     "checkpoint, re-entrant": "checkpoint.*use_reentrant=False",
-    "compiled": "torch.compile.*before torch.compile",
+    "compiled": "torch.compile.*without torch.compile",
     "distances": "cdist.*FiniteDifference",
 }
 

@@ -135,7 +135,7 @@ def test_state_that_is_too_large_is_named_once(monkeypatch):
     monkeypatch.setattr(module_state, "LARGEST", 20)
     model = Moving()
     problem, b = problem_of(model), batch()
-    with pytest.warns(br.BestResponseWarning, match=r"model\.key\.weight.*not put back"):
+    with pytest.warns(br.BestResponseWarning, match=r"model\.key\.weight.*not restored"):
         br.hypergradient(problem, b, b, br.Implicit(br.Exact()))
     br.hypergradient(problem, b, b, br.Implicit(br.Exact()))
 
@@ -205,7 +205,7 @@ def test_an_edit_in_predict_alone_is_named(kind):
 
     kept = model.weight.detach().clone()
     curvature = kind(predict, lambda o, b: F.mse_loss(o, b[1]), lambda m, h, b: h(m))
-    with pytest.raises(br.Error, match=r"predict.*must leave weights.*weight.*as before"):
+    with pytest.raises(br.Error, match=r"predict.*must leave weights.*weight.*have been restored"):
         br.hypergradient(problem_of(model), b, b, br.Implicit(br.ConjugateGradient(3), curvature))
     assert torch.equal(model.weight, kept)
 

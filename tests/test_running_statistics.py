@@ -461,7 +461,7 @@ def in_both_modes(model, hyper, batch):
     [
         ((train_loss, in_a_transform), "transform of torch.func"),
         ((without_a_graph, val_loss), "under no_grad"),
-        ((in_both_modes, val_loss), "which it moves as well"),
+        ((in_both_modes, val_loss), "which it also moves"),
     ],
 )
 def test_statistics_that_cannot_be_followed_are_named(losses, cause):

@@ -270,7 +270,7 @@ def test_bad_problems(factory, space, words):
 
 def test_a_problem_that_is_not_new_is_refused():
     problem, model = make(), Split()
-    same = "must make model and hyper anew"
+    same = "must make a new model and hyper"
     with pytest.raises(br.Error, match=same):
         search(solve, problem=lambda: problem, trials=2)
     with pytest.raises(br.Error, match=same):

@@ -245,8 +245,8 @@ def test_bad_arguments(arguments, words):
     ("batches", "words"),
     [
         (lambda b: [], "must hold at least one batch"),
-        (lambda b: iter([b]), "must be a collection that can be gone through again"),
-        (lambda b: (x for x in [b]), "must be a collection that can be gone through again"),
+        (lambda b: iter([b]), "must be a collection that can be iterated repeatedly"),
+        (lambda b: (x for x in [b]), "must be a collection that can be iterated repeatedly"),
         (lambda b: 5, "must be a collection of batches"),
     ],
 )
