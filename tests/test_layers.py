@@ -113,7 +113,7 @@ MODELS = {
     "layer norm": lambda: Through(nn.LayerNorm(4), (4,), 4),
     "RMS norm": lambda: Through(nn.RMSNorm(4), (4,), 4),
     "weight norm": lambda: Through(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (4,), 3),
-    "weight norm, of one's own": lambda: Through(normed(nn.Linear(4, 3)), (4,), 3),
+    "weight norm, written by hand": lambda: Through(normed(nn.Linear(4, 3)), (4,), 3),
     "spectral norm": lambda: Through(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), (4,), 3),
     "spectral norm, eval": lambda: evaluated(
         Through(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), (4,), 3)
@@ -236,7 +236,7 @@ class problem_with_seed:
 
 # What may be refused: part of the message. What is not refused must be right.
 REFUSED = {
-    "weight norm": "weight_norm.*parametrization of your own",
+    "weight norm": "weight_norm.*your own parametrization",
     "checkpoint, re-entrant": "checkpoint.*use_reentrant=False",
     "compiled": "torch.compile.*without torch.compile",
     "distances": "cdist.*FiniteDifference",
