@@ -236,7 +236,7 @@ class problem_with_seed:
 
 # What may be refused: part of the message. What is not refused must be right.
 REFUSED = {
-    "weight norm": "weight_norm.*parametrization of your own",
+    "weight norm": "weight_norm.*register your own parametrization",
     "checkpoint, re-entrant": "checkpoint.*use_reentrant=False",
     "compiled": "torch.compile.*without torch.compile",
     "distances": "cdist.*FiniteDifference",
