@@ -11,6 +11,7 @@ from .._tree import Tree
 from ..curvatures import Curvature
 from ..problem import Problem
 from ..solvers.direct import dense
+from ..verification.probe import gradient
 from .comparison import NoTrace, relative_error
 
 
@@ -73,22 +74,19 @@ def differences(problem: Problem, batch: Any, inputs: Mapping[str, Tensor]) -> T
 
     ``inputs`` are live parameters, such as ``problem.hyperparameters``, whose values are moved and restored.
     """
-    weights = list(problem.weights.values())
+    weights, step = problem.weights, 1e-3
     columns = []
-    step = 1e-3
-    for parameter in inputs.values():
-        flat = parameter.detach().view(-1)
-        for index in range(flat.numel()):
-            column = torch.zeros(_tree.size(problem.weights), dtype=torch.float64)
-            for shift, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
-                with problem.undisturbed() as passes:
+    with _tree.put_back(inputs), problem.undisturbed(twice=False) as passes:
+        for parameter in inputs.values():
+            flat = parameter.detach().view(-1)
+            for index in range(flat.numel()):
+                column = torch.zeros(_tree.size(weights), dtype=torch.float64)
+                for shift, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
                     kept = flat[index].clone()
                     flat[index] += shift * step
-                    gradient = torch.autograd.grad(passes.train_loss(batch), weights, allow_unused=True)
+                    column += (
+                        factor / (12.0 * step) * _tree.flatten(gradient(passes.train_loss(batch), weights))
+                    )
                     flat[index] = kept
-                filled = [
-                    torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradient, strict=True)
-                ]
-                column += factor * torch.cat([g.reshape(-1) for g in filled]) / (12 * step)
-            columns.append(column)
+                columns.append(column)
     return torch.stack(columns, dim=1)
