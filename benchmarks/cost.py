@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import bestresponse as br
+from bestresponse._layout import table
 from bestresponse.diagnostics import measuring
 from bestresponse.experiments.classification import Batch, predict, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 PRODUCTS = (0, 1, 3, 10, 20)
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse import _tree
+from bestresponse._layout import table
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 
 class ExampleWeights(nn.Module):

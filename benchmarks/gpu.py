@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
+from bestresponse._layout import table
 from bestresponse.diagnostics import measuring
-from bestresponse.experiments import augment, data, lstm, models, text
-from bestresponse.experiments.augment_rows import ImageCell
-from bestresponse.experiments.cells import Cell
+from bestresponse.experiments import data, models, text
+from bestresponse.experiments.augment import Augment
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
-from bestresponse.experiments.lstm_rows import LanguageCell
-from bestresponse.experiments.runs import Peak, read_rows, table, versions, write_whole
+from bestresponse.experiments.cost import peak_bytes
+from bestresponse.experiments.lstm import LSTM
+from bestresponse.experiments.runs import read_rows, versions, write_whole
 
 METHODS: dict[str, Callable[[br.Problem], br.Method]] = {
     "Neumann, 10 terms": lambda problem: br.Implicit(br.Neumann(terms=10, scale=0.01)),
@@ -395,9 +396,7 @@ def cost(
     seconds = measuring.seconds(work, repeats)
     peaks = {}
     for key, function in work.items():
-        peak = Peak(device).begin()
-        function()
-        peaks[key] = peak.read()
+        peaks[key] = peak_bytes(device, function)
     unit, bytes_ = seconds["gradient"], peaks["gradient"]
     row: dict[str, Any] = {"network": name, "mode": mode, "gradient [ms]": 1e3 * unit}
     row |= {f"K={k}": seconds[str(k)] / unit for k in (1, 3, 10)}
@@ -429,23 +428,20 @@ def until(seconds: float) -> Callable[[br.Tuner], None]:
 def epochs(device: torch.device, experiment: str, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
     """As much as fits of an experiment: epochs of weight steps, and the mean losses of the first and last tenth."""
     present = data.find(data.folder_of(None), "cifar10_subset.npz", "cifar10.npz") is not None and not dry
-    watch, preset = [until(seconds)], "paper" if present else "smoke"
-    cell: Cell
+    preset = "paper" if present else "smoke"
     if experiment == "augment":
-        images = augment.PRESETS[preset]
         sizes = {"train": 8000, "validation": 2000} if present else {"steps": 10**6}
-        images = dataclasses.replace(images, **sizes)
-        sets = augment.sets(images, data.load(images.data), 0).to(device)
-        cell = ImageCell(images, device, "3 Neumann", 0, folder, sets, watch=watch)
+        images = dataclasses.replace(Augment.of_preset(preset), seeds=1, rows=("3 Neumann",), **sizes)
+        (cell,) = images.works(device, folder)
         batches, name = images.train // images.batch, f"augment, {images.network}, {images.data}"
     else:
-        words = dataclasses.replace(lstm.PRESETS[preset], budget=10**7)
+        words = dataclasses.replace(LSTM.of_preset(preset), seeds=1, rows=("7 rates",), budget=10**7)
+        (cell,) = words.works(device, folder)
         corpus = text.load(words.data, None, words.words, words.train_words)
-        cell = LanguageCell(words, device, "7 rates", 0, folder, corpus, watch=watch)
         batches = len(corpus.train) // (words.batch * words.length)
         name = f"lstm, {words.units} units, {words.data}"
     with suppress(OutOfTime):
-        cell.result()
+        list(dataclasses.replace(cell, watch=[until(seconds)])())
     rows = read_rows(cell.folder)
     tenth, made = max(1, len(rows) // 10), rows[-1]["weight_step"] / batches
     row: dict[str, Any] = {"experiment": name, "hyper-steps": len(rows), "epochs": made}

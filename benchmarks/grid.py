@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse import _tree
+from bestresponse._layout import table
 from bestresponse.experiments import plots
 from bestresponse.experiments.classification import Batch, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 STEPS = (1, 2, 3, 5, 10, 20, 50)
 TOLD = 20

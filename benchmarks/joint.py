@@ -33,10 +33,11 @@ from libraries import Tensors, betty, hypergrad, torchopt
 from torch import Tensor, nn
 
 import bestresponse as br
+from bestresponse._layout import table
 from bestresponse.diagnostics import measuring
 from bestresponse.experiments import data, plots
 from bestresponse.experiments.classification import predict, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 WEIGHT_STEPS = (1, 5, 10, 50)
 PAPERS = "Neumann, 3 terms (the paper's)"

@@ -37,10 +37,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bestresponse as br
+from bestresponse._layout import table
 from bestresponse.diagnostics import measuring
 from bestresponse.experiments import plots
 from bestresponse.experiments.classification import predict, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 SCALE = 1e-3
 FEW, MANY = 1, 10

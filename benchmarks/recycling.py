@@ -26,8 +26,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import bestresponse as br
+from bestresponse._layout import table
 from bestresponse.experiments.classification import Batch, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 BEGIN = 40
 

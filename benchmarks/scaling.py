@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 import bestresponse as br
+from bestresponse._layout import table
 from bestresponse.experiments import plots
 from bestresponse.experiments.classification import predict, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 SIZES = (1e4, 1e5, 1e6, 1e7)
 STEPS = 10

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bestresponse as br
-from bestresponse.experiments.runs import table
+from bestresponse._layout import table
 
 
 def networks() -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:

@@ -25,9 +25,10 @@ import torch
 from torch import nn
 
 import bestresponse as br
+from bestresponse._layout import table
 from bestresponse.experiments import data
 from bestresponse.experiments.classification import Batch, output_loss, predict, train_loss, val_loss
-from bestresponse.experiments.runs import table, versions, write_whole
+from bestresponse.experiments.runs import versions, write_whole
 
 
 def gauss_newton(decay: nn.Module) -> br.GaussNewton:

@@ -407,11 +407,14 @@ def test_resnet44_has_44_layers():
 
 
 def test_a_run_begins_its_folder_anew(tmp_path):
-    config = overfit.Overfit(out=tmp_path)
-    first = runs.Run(tmp_path, "overfit", config)
-    first.metrics.write_text('{"hyper_step": 1}\n')
-    first.finish({"x": 1.0}, [{"a": 1}], seed=0)
-    runs.Run(tmp_path, "overfit", config)
+    config = {"experiment": "overfit", **runs.as_json(overfit.Overfit(out=tmp_path))}
+    runs.begin(tmp_path, config)
+    assert runs.add(tmp_path, {"hyper_step": 1, "val_loss": float("nan")}) == {
+        "hyper_step": 1,
+        "val_loss": None,
+    }
+    runs.write_whole(tmp_path / "result.json", {"headline": {"x": 1.0}})
+    runs.begin(tmp_path, config)
     assert not (tmp_path / "metrics.jsonl").exists()
     assert not (tmp_path / "result.json").exists()
     with pytest.raises(br.Error, match="must hold rows"):
@@ -422,10 +425,3 @@ def test_a_run_begins_its_folder_anew(tmp_path):
     (tmp_path / "config.json").write_text('{"experiment": "other"}')
     with pytest.raises(br.Error, match="'other'"):
         catalogue.draw(tmp_path)
-
-
-def test_table():
-    text = runs.table([{"a": 1.23456, "b": None, "c": 57_023_306}, {"a": 2, "c": "x"}])
-    assert text.splitlines()[0].split() == ["a", "b", "c"]
-    assert text.splitlines()[2].split() == ["1.23", "–", "57,023,306"]
-    assert text.splitlines()[3].split() == ["2", "–", "x"]

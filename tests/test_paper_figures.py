@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ pytest.importorskip("tyro")
 from safetensors.torch import load_file
 
 from bestresponse import cli
-from bestresponse.experiments import accuracy, catalogue, distill, distilled_set, methods, runs, softmax
+from bestresponse.experiments import (
+    catalogue,
+    distill,
+    distilled_set,
+    experiment,
+    runs,
+    small_problems,
+    softmax,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +74,8 @@ def test_every_experiment_but_the_tested_elsewhere_is_here():
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(name, tmp_path, capsys):
     out = tmp_path / "run"
-    seeds = 1 if name in ("best-response", "shapes", "methods") else 2
-    assert reproduce(name, *SMALL[name], "--seeds", seeds, "--out", out) == 0
+    seeds = () if name in ("best-response", "shapes", "methods") else ("--seeds", 2)
+    assert reproduce(name, *SMALL[name], *seeds, "--out", out) == 0
     shown = capsys.readouterr().out
     result, config = result_of(out), json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["experiment"] == name
@@ -86,8 +95,10 @@ def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(nam
 
 @pytest.mark.parametrize("name", catalogue.EXPERIMENTS)
 def test_presets_say_what_they_are_and_help_shows_theirs(name, capsys):
-    for preset, options in catalogue.EXPERIMENTS[name].presets.items():
+    for preset in get_args(experiment.Preset):
+        options = catalogue.EXPERIMENTS[name].of_preset(preset)
         assert options.preset == preset
+        options.check()
         with pytest.raises(SystemExit) as stopped:
             reproduce(name, "--preset", preset, "--help")
         assert stopped.value.code == 0
@@ -106,11 +117,16 @@ def test_an_option_outranks_its_preset(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("split", ("--shares", 0.0, 0.5), "must differ and leave examples"),
+        (
+            "split",
+            ("--shares", 0.0, 0.5),
+            "--shares must leave examples for training and for validation; got 0.0 of",
+        ),
+        ("split", ("--shares", 0.5, 0.5), "--shares must name one at least, and each once"),
         ("split", ("--steps", 0), "--steps must be positive and finite; got 0"),
         ("split", ("--seeds", 0), "--seeds must be positive"),
-        ("lstm", ("--rows",), "--rows must name a row"),
-        ("augment", ("--rows",), "--rows must name a row"),
+        ("lstm", ("--rows",), "--rows must name one at least"),
+        ("overfit-all", ("--data",), "--data must name one at least"),
         (
             "augment",
             ("--rows", "identity", "no tuning", "identity"),
@@ -118,28 +134,27 @@ def test_an_option_outranks_its_preset(tmp_path):
         ),
         ("augment", ("--batch", 1), "--train and --batch must be 2 at least"),
         ("augment", ("--warmup", 120), "--steps must leave a hyper-step after --warmup; got 120 after 120"),
-        ("augment", ("--wrong-labels", 1.5), "--wrong-labels must be a share"),
+        ("augment", ("--wrong-labels", 1.5), "--wrong-labels must be between 0 and 1; got 1.5"),
         ("augment", ("--pooling", 3), "--pooling must leave 4×4 pixels; got 3"),
         ("augment", ("--train", 1000), "the training set has 1198"),
         ("augment", ("--bound", -1.0), "--bound must be ≥ 0"),
         ("lstm", ("--data", "ptb", "--data-dir", "nowhere"), "Penn TreeBank needs the file ptb.train.txt"),
         ("lstm", ("--hyper-cost", 0.0), "--hyper-cost must be positive"),
         ("methods", ("--last", 60), "--last must be at most --steps; got 60"),
-        ("methods", ("--terms", 0, 1), "--terms must be numbers ≥ 1"),
-        ("methods", ("--sizes", 1), "--sizes must be from 2 to 10"),
-        ("methods", ("--classes", 11), "--classes must be from 2 to 10"),
+        ("methods", ("--terms", 0, 1), "--terms must be positive and finite; got 0, 1"),
+        ("methods", ("--sizes", 1), "--sizes must be between 2 and 10"),
+        ("methods", ("--classes", 11), "--classes must be between 2 and 10"),
         ("distill", ("--per-class", 500), "at most the images of a class"),
         ("distill", ("--validation", 5000), "the training set has 1198"),
         ("distill", ("--data", "cifar100", "--data-dir", "nowhere"), "CIFAR-100 needs the file"),
         ("inverse-error", ("--data", "boston", "--data-dir", "nowhere"), "boston_housing.csv"),
         ("inverse-error", ("--shown", 4), "--shown must be one of --inversion-steps"),
-        ("overfit", ("--seeds", 2), "Use `reproduce overfit-all`"),
-        ("best-response", ("--seeds", 2), "--seeds must be 1"),
-        ("split", ("--shares", "nan"), "must differ and leave examples"),
+        ("methods", ("--device", "meta"), "--device must be cpu"),
+        ("split", ("--shares", "nan"), "must leave examples"),
         ("split", ("--initial-log-decay", 1000), "--initial-log-decay must be between -14 and 3"),
         ("split", ("--examples", 5000), "the training set has 1198"),
-        ("inverse-hessian", ("--terms", -3), "--terms must be numbers ≥ 0"),
-        ("inverse-error", ("--inversion-steps", 0, 5), "--inversion-steps must be numbers ≥ 1"),
+        ("inverse-hessian", ("--terms", -3), "--terms must be ≥ 0 and finite; got -3"),
+        ("inverse-error", ("--inversion-steps", 0, 5), "--inversion-steps must be positive"),
         ("best-response", ("--device", "nothing"), "--device must name a device"),
         ("inverse-hessian", ("--threads", -1), "--threads must be ≥ 0"),
     ],
@@ -252,8 +267,8 @@ def test_methods_are_told_apart(tmp_path):
 @pytest.mark.parametrize("data", ["diabetes", "digits"])
 def test_the_exact_row_of_methods_is_exact(data):
     """It is the difference of validation losses of re-solved problems."""
-    config = methods.Methods(classes=2)
-    case = next(c for c in accuracy.cases(config, 0) if c.name == data)
+    cases = small_problems.cases("diabetes", None, classes=2, log_decay=-3.0, seed=0)
+    case = next(case for case in cases if case.name == data)
     case.put(case.optimum)
     h = br.hypergradient(case.problem, case.train, case.val, br.Implicit(br.Exact()))
     for name, parameter in case.problem.hyperparameters.items():

@@ -121,7 +121,7 @@ def _run(words: list[str]) -> int:
     try:
         import tyro
 
-        from .experiments import catalogue
+        from .experiments import catalogue, experiment
     except ModuleNotFoundError as error:
         raise Error(
             f"the command line needs the package {error.name!r}, which is not installed. "
@@ -130,16 +130,14 @@ def _run(words: list[str]) -> int:
     experiments = catalogue.EXPERIMENTS
     usage = _USAGE.format(
         names="\n".join(
-            f"  {name:16} {(type(experiment.presets['smoke']).__doc__ or '').splitlines()[0]}"
-            for name, experiment in experiments.items()
+            f"  {name:16} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in experiments.items()
         )
     )
     match words:
         case ["reproduce", name, *rest] if name in experiments:
-            experiment = experiments[name]
-            default: Any = experiment.presets.get(_preset(rest), experiment.presets["smoke"])
-            prog = f"bestresponse reproduce {name}"
-            experiment.run(tyro.cli(type(default), prog=prog, args=rest, default=default))
+            kind = experiments[name]
+            default = kind.of_preset(_preset(rest))
+            experiment.run(tyro.cli(kind, prog=f"bestresponse reproduce {name}", args=rest, default=default))
         case ["plot", *rest]:
             plot = tyro.cli(tyro.conf.PositionalRequiredArgs[Plot], prog="bestresponse plot", args=rest)
             print("\n".join(str(path) for path in catalogue.draw(plot.folder)))

@@ -1,9 +1,10 @@
 """The losses on labelled sets: cross-entropy of a model's logits, and in training a penalty that takes the model."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Batch = tuple[Tensor, ...]
+Batch = tuple[Tensor, Tensor]
 
 
 def predict(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
@@ -26,3 +27,24 @@ def train_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy and the penalty hyper(model)."""
     penalty: Tensor = hyper(model)
     return val_loss(model, hyper, batch) + penalty
+
+
+def example_losses(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
+    """The cross-entropy of each example."""
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def accuracy(model: nn.Module, batch: Batch) -> float:
+    """The share of examples whose class is found."""
+    return _found(model, batch) / len(batch[1])
+
+
+def error(model: nn.Module, batch: Batch) -> float:
+    """The share of examples whose class is not found."""
+    return (len(batch[1]) - _found(model, batch)) / len(batch[1])
+
+
+@torch.no_grad()
+def _found(model: nn.Module, batch: Batch) -> int:
+    pieces = zip(torch.split(batch[0], 500), torch.split(batch[1], 500), strict=True)
+    return sum(int((model(x).argmax(dim=1) == y).sum()) for x, y in pieces)

@@ -5,7 +5,7 @@ import lzma
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ Array = npt.NDArray[Any]
 VARIABLE = "BESTRESPONSE_DATA"
 # What a damaged file makes its reader raise.
 _DAMAGED = (ValueError, KeyError, EOFError, OSError, struct.error, zipfile.BadZipFile, lzma.LZMAError)
+_TEN = tuple("0123456789")
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 class MissingDataError(Error, FileNotFoundError):
@@ -61,13 +63,13 @@ class Images:
 
     def draw(self, *sizes: int, seed: int) -> list[tuple[Tensor, Tensor]]:
         """Disjoint random batches (x, y) of the training set, of the given sizes."""
-        if sum(sizes) > len(self.x_train):
+        number, wanted = len(self.x_train), sum(sizes)
+        if wanted > number:
             raise ArgumentError(
-                f"the training set has {len(self.x_train)} examples; got a demand for {sum(sizes)}. "
-                "Ask for fewer."
+                f"the training set has {number} examples; got a demand for {wanted}. Ask for fewer."
             )
-        order = torch.randperm(len(self.x_train), generator=torch.Generator().manual_seed(seed))
-        pieces = torch.split(order[: sum(sizes)], list(sizes))
+        order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
+        pieces = torch.split(order[:wanted], list(sizes))
         return [(self.x_train[rows], self.y_train[rows]) for rows in pieces]
 
 
@@ -83,8 +85,10 @@ def load(name: str, folder: str | Path | None = None) -> Images:
     """
     if name == "digits":
         return _digits()
-    with told(name, folder_of(folder)):
-        return _READERS[name](folder_of(folder))
+    folder = folder_of(folder)
+    with told(name, folder):
+        archive = find(folder, f"{name}_subset.npz", f"{name}.npz")
+        return _from_archive(archive) if archive else _READERS[name](folder)
 
 
 def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
@@ -106,16 +110,10 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
 
         features, targets = load_diabetes(return_X_y=True)
     else:
-        where = folder_of(folder)
-        path = find(where, "boston_housing.csv", "boston")
-        if path is None:
-            raise missing(
-                "Boston housing",
-                "boston (or boston_housing.csv)",
-                where,
-                "http://lib.stat.cmu.edu/datasets/boston",
-            )
-        with told(name, where):
+        folder = folder_of(folder)
+        source, names = "http://lib.stat.cmu.edu/datasets/boston", ("boston_housing.csv", "boston")
+        path = required("Boston housing", "boston (or boston_housing.csv)", folder, source, *names)
+        with told(name, folder):
             table = _boston(path)
         features, targets = table[:, :-1], table[:, -1]
     x, y = (torch.from_numpy(np.asarray(values, np.float64)) for values in (features, targets))
@@ -150,6 +148,23 @@ def folder_of(folder: str | Path | None) -> Path | None:
     return Path(named) if named else None
 
 
+def find(folder: Path | None, *names: str) -> Path | None:
+    """The first of the files that is in the folder."""
+    paths = [] if folder is None else [folder / name for name in names]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def required(data: str, said: str, folder: Path | None, source: str, *names: str) -> Path:
+    """The first of the named files that is in the folder; else an error, with what ``said`` calls it and its source."""
+    if path := find(folder, *names):
+        return path
+    looked = f"the folder {folder}" if folder else f"no folder: neither --data-dir nor {VARIABLE} is set"
+    raise MissingDataError(
+        f"{data} needs the file {said}; looked in {looked}. Get it from {source} and name its folder with "
+        f"--data-dir or {VARIABLE}."
+    )
+
+
 def _digits() -> Images:
     """Scikit-learn's 1,797 digits of 8×8 pixels; a third of them, drawn once and for all, is the test set."""
     from sklearn.datasets import load_digits
@@ -157,95 +172,61 @@ def _digits() -> Images:
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     images, labels = images[order].reshape(-1, 1, 8, 8), labels[order]
-    return _scaled(images[:1198], labels[:1198], images[1198:], labels[1198:], _TEN)
+    return _scaled((images[:1198], labels[:1198]), (images[1198:], labels[1198:]), _TEN)
 
 
 def _mnist(folder: Path | None) -> Images:
-    if archive := find(folder, "mnist.npz"):
-        return _from_archive(archive)
-    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
-    names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in kinds]
-    found = [find(folder, name, f"{name}.gz", f"{name.replace('-idx', '.idx')}") for name in names]
-    for name, path in zip(names, found, strict=True):
-        if path is None:
-            which = f"{name}.gz (one of its four IDX files, gzipped or not; a mnist.npz will do too)"
-            raise missing("MNIST", which, folder, "https://ossci-datasets.s3.amazonaws.com/mnist/")
-    x_train, y_train, x_test, y_test = (_read_idx(path) for path in found if path is not None)
-    return _scaled(x_train, y_train, x_test, y_test, _TEN)
+    paths, source = [], "https://ossci-datasets.s3.amazonaws.com/mnist/"
+    for name in [
+        f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+    ]:
+        said = f"{name}.gz (one of its four IDX files, gzipped or not; a mnist.npz will do too)"
+        paths.append(
+            required("MNIST", said, folder, source, name, f"{name}.gz", name.replace("-idx", ".idx"))
+        )
+    x, y, x_test, y_test = map(_read_idx, paths)
+    return _scaled((x, y), (x_test, y_test), _TEN)
 
 
 def _cifar10(folder: Path | None) -> Images:
-    if archive := find(folder, "cifar10_subset.npz", "cifar10.npz"):
-        return _from_archive(archive)
-    parts = []
-    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-        parts.append(_read_cifar(_cifar_file("CIFAR-10", "cifar-10", name, folder), labels=1))
-    train_x, train_y = (np.concatenate(arrays) for arrays in zip(*parts[:-1], strict=True))
-    return _scaled(train_x, train_y, *parts[-1], _CIFAR10)
+    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    *parts, test = (
+        _read_cifar(_cifar_file("CIFAR-10", "batches-bin", name, folder), labels=1) for name in names
+    )
+    x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return _scaled((x, y), test, _CIFAR10)
 
 
 def _cifar100(folder: Path | None) -> Images:
-    if archive := find(folder, "cifar100_subset.npz", "cifar100.npz"):
-        return _from_archive(archive)
     train, test, names = (
-        _cifar_file("CIFAR-100", "cifar-100", name, folder)
+        _cifar_file("CIFAR-100", "binary", name, folder)
         for name in ("train.bin", "test.bin", "fine_label_names.txt")
     )
     lines = tuple(names.read_text(encoding="utf-8").split())
-    return _scaled(*_read_cifar(train, labels=2), *_read_cifar(test, labels=2), lines)
+    return _scaled(_read_cifar(train, labels=2), _read_cifar(test, labels=2), lines)
 
 
-def _cifar_file(data: str, stem: str, name: str, folder: Path | None) -> Path:
-    inside = f"{_UNPACKED[stem]}/{name}"
-    path = find(folder, name, inside)
-    if path is None:
-        where = f"https://www.cs.toronto.edu/~kriz/{stem}-binary.tar.gz"
-        raise missing(data, f"{inside} (of the unpacked binary version)", folder, where)
-    return path
+def _cifar_file(data: str, end: str, name: str, folder: Path | None) -> Path:
+    inside = f"{data.lower()}-{end}/{name}"  # as the archive calls it
+    source = f"https://www.cs.toronto.edu/~kriz/{data.lower()}-binary.tar.gz"
+    return required(data, f"{inside} (of the unpacked binary version)", folder, source, name, inside)
 
 
-# What the two archives call their folder.
-_UNPACKED = {"cifar-10": "cifar-10-batches-bin", "cifar-100": "cifar-100-binary"}
-_TEN = tuple("0123456789")
-_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_READERS: dict[str, Callable[[Path | None], Images]] = {
-    "mnist": _mnist,
-    "cifar10": _cifar10,
-    "cifar100": _cifar100,
-}
-
-
-def find(folder: Path | None, *names: str) -> Path | None:
-    """The first of the files that is in the folder."""
-    if folder is None:
-        return None
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def missing(data: str, name: str, folder: Path | None, where: str) -> MissingDataError:
-    """What to say of a file that is not there."""
-    looked = f"the folder {folder}" if folder else f"no folder: neither --data-dir nor {VARIABLE} is set"
-    return MissingDataError(
-        f"{data} needs the file {name}; looked in {looked}. Get it from {where} and name its folder with "
-        f"--data-dir or {VARIABLE}."
-    )
+_READERS = {"mnist": _mnist, "cifar10": _cifar10, "cifar100": _cifar100}
 
 
 def _from_archive(path: Path) -> Images:
     """A numpy archive with x_train, y_train, x_test, y_test; images as [N, H, W] or [N, H, W, C] bytes."""
     with np.load(path, allow_pickle=False) as archive:
-        x_train, y_train, x_test, y_test = (
-            archive[key] for key in ("x_train", "y_train", "x_test", "y_test")
-        )
+        (x, y), test = ((archive[f"x_{part}"], archive[f"y_{part}"]) for part in ("train", "test"))
         stored = archive["class_names"].tolist() if "class_names" in archive.files else _TEN
     names = tuple(name.decode() if isinstance(name, bytes) else str(name) for name in stored)
-    return _scaled(x_train, y_train, x_test, y_test, names, channels_last=True)
+    return _scaled((x, y), test, names, channels_last=True)
 
 
 def _read_idx(path: Path) -> Array:
     """An IDX file (LeCun's format): two zero bytes, type, rank, the sizes in big-endian, the bytes."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        content = file.read()
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     zero, kind, rank = struct.unpack(">HBB", content[:4])
     shape = struct.unpack(f">{rank}I", content[4 : 4 + 4 * rank])
     values = np.frombuffer(content, np.uint8, offset=4 + 4 * rank)
@@ -270,25 +251,21 @@ def _read_cifar(path: Path, labels: int) -> tuple[Array, Array]:
 
 
 def _scaled(
-    x_train: Array,
-    y_train: Array,
-    x_test: Array,
-    y_test: Array,
-    names: tuple[str, ...],
-    channels_last: bool = False,
+    train: tuple[Array, Array], test: tuple[Array, Array], names: tuple[str, ...], channels_last: bool = False
 ) -> Images:
-    for x, y in ((x_train, y_train), (x_test, y_test)):
+    for x, y in (train, test):
         if not len(x) or y.shape != (len(x),) or int(y.max()) >= len(names):
             raise ArgumentError(
                 f"images need one label each, below {len(names)}; got {len(x)} images and labels "
                 f"{list(y.shape)} up to {y.max() if y.size else None}. Look at the files, and at the class names."
             )
-    train, test = (_as_tensor(x, channels_last) for x in (x_train, x_test))
-    deviation, mean = torch.std_mean(train, dim=(0, 2, 3), keepdim=True)
-    train, test = train.sub_(mean).div_(deviation), test.sub_(mean).div_(deviation)
-    labels = (torch.from_numpy(y.astype(np.int64)) for y in (y_train, y_test))
+    x_train, x_test = (_as_tensor(x, channels_last) for x, _ in (train, test))
+    y_train, y_test = (torch.from_numpy(y.astype(np.int64)) for _, y in (train, test))
+    deviation, mean = torch.std_mean(x_train, dim=(0, 2, 3), keepdim=True)
+    for part in (x_train, x_test):
+        part.sub_(mean).div_(deviation)
     scale = (tuple(x.flatten().tolist()) for x in (mean, deviation))
-    return Images(train, next(labels), test, next(labels), names, *scale)
+    return Images(x_train, y_train, x_test, y_test, names, *scale)
 
 
 def _as_tensor(x: Array, channels_last: bool) -> Tensor:

@@ -1,43 +1,31 @@
 """A data set distilled into one image for each class: the paper's section 5.3, figure 6."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
-from ..hyperparameters import DistilledData
-from ..methods import Implicit, Method, Unrolled
-from ..problem import Problem
-from ..runs import callbacks
-from ..solvers import ConjugateGradient
-from ..tuner import Tuner
-from . import data, distilled_set, runs, softmax
-from .distilled_set import Recipe, draw
-from .options import Options, Preset
+import bestresponse as br
 
-Batch = tuple[Tensor, Tensor]
+from ..errors import ArgumentError
+from . import data, distilled_set, softmax
+from .classification import Batch, accuracy
+from .data import Images
+from .distilled_set import Recipe
+from .experiment import Count, NotNegative, Number, Positive, Repeated, Row, Works
 
 _PENALTIES = {"digits": 0.01, "mnist": 0.01, "cifar10": 0.1, "cifar100": 0.1}
 _STRIP = 5
-_FILES = [
-    "distilled.png",
-    "iterations.png",
-    "snapshots.safetensors",
-    "distilled.safetensors",
-    "distilled.json",
-]
 _RANDOM_DRAWS = 10
 
 
-@dataclass(kw_only=True)
-class Distill(Options):
+class Distill(Repeated):
     """Tune every pixel of one image a class, so that a classifier trained on them alone does well on real data.
 
     The classifier is softmax regression with an ℓ2 penalty. By default its training problem is solved exactly before
@@ -47,49 +35,179 @@ class Distill(Options):
     --learned-rate: by its recipe).
     """
 
+    name = "distill"
+    cpu = "--threads 0 --data mnist --steps 450 --pixel-rate 0.015"
+    paper = "--threads 0 --data mnist --steps 1000 --start noise --seeds 3"
+    figures = ("distilled.png", "iterations.png")
+    files = ("snapshots.safetensors", "distilled.safetensors", "distilled.json")
+    by, of = ("training set",), ("test accuracy", "gradient norm")
+    writes_history = True
+
     data: Literal["digits", "mnist", "cifar10", "cifar100"] = "digits"
     """The data set. digits comes with scikit-learn; the others are read from --data-dir."""
-    per_class: int = 1
-    """Distilled images for each class."""
-    validation: int = 0
-    """Labelled images of the training set in the validation loss; 0 means all of them."""
-    steps: int = 150
-    """Hyper-steps."""
-    pixel_rate: float = 0.05
+    per_class: Count = 1  # Distilled images for each class.
+    validation: Number = 0  # Labelled images of the training set in the validation loss; 0 means all of them.
+    steps: Count = 150  # Hyper-steps.
+    pixel_rate: Positive = 0.05
     """Adam's learning rate for the pixels, in units of the data's deviation; it falls to zero along a cosine."""
-    penalty: float = 0.0
-    """The classifier's ℓ2 penalty; 0 means 0.01, and 0.1 for CIFAR."""
-    solver_steps: int = 60
-    """Conjugate-gradient steps of each hypergradient, from the last solution."""
+    penalty: NotNegative = 0.0  # The classifier's ℓ2 penalty; 0 means 0.01, and 0.1 for CIFAR.
+    solver_steps: Count = 60  # Conjugate-gradient steps of each hypergradient, from the last solution.
     start: Literal["means", "noise"] = "means"
     """The images to begin with: the means of each class, or noise."""
-    smoothness: float = 0.0
+    smoothness: NotNegative = 0.0
     """The weight of the images' mean squared difference between neighbouring pixels in the validation loss."""
-    closeness: float = 0.5
+    closeness: NotNegative = 0.5
     """The weight of the images' mean squared distance from the first ones in the validation loss, which keeps
     recognisable what the classifier does not need."""
-    soft_labels: bool = False
-    """Tune the labels too, as probabilities."""
+    soft_labels: bool = False  # Tune the labels too, as probabilities.
     learned_rate: bool = False
     """Train the classifier by --inner-steps steps of gradient descent from zero, and tune their learning rate too."""
-    inner_steps: int = 20
-    """Steps of gradient descent with --learned-rate."""
+    inner_steps: Count = 20  # Steps of gradient descent with --learned-rate.
+
+    def works(self, device: torch.device, folder: Path) -> Works:
+        images = data.load(self.data, self.data_dir)
+        if self.validation:
+            images.draw(self.validation, seed=self.seed)  # raises where there are not so many
+        smallest, number = images.y_train.bincount(minlength=images.classes).min(dim=0)
+        if smallest < self.per_class:
+            raise ArgumentError(
+                f"--per-class must be at most the images of a class; got {self.per_class}, and "
+                f"{images.names[int(number)]!r} has {int(smallest)}."
+            )
+        of_seeds = [partial(self._distil, seed, images, device, folder) for seed in self.all_seeds()]
+        return [*of_seeds, partial(self._comparisons, images)]
+
+    def _distil(self, seed: int, images: Images, device: torch.device, folder: Path) -> Iterator[Row]:
+        """Tune and save; the test accuracy of a classifier trained anew, and of that which ran along."""
+        x, y = images.x_train, images.y_train
+        if self.validation:
+            x, y = images.draw(self.validation, seed=seed)[0]
+        val, test = (
+            (x.flatten(1).to(device), y.to(device)) for x, y in ((x, y), (images.x_test, images.y_test))
+        )
+        inputs, labels = self._first_images(seed, images)
+        classes = images.classes if self.soft_labels else None
+        tuned = _Tuned(self, br.hyperparameters.DistilledData(inputs, labels, classes)).to(device)
+        model = nn.Linear(val[0].shape[1], images.classes, device=device, dtype=val[0].dtype)
+        exact = softmax.ExactSoftmax(tuned.penalty)
+        method: br.Method = br.Implicit(
+            br.ConjugateGradient(self.solver_steps), warm_start=True, estimate_error=False
+        )
+        if self.learned_rate:
+            method = br.Unrolled(self.inner_steps, lambda tuned: tuned.rate())
+        optimizer = torch.optim.Adam(tuned.parameters(), self.pixel_rate)
+
+        def test_accuracy() -> float:
+            """Of the present classifier; where a learned rate starts from zero each time, of one after its steps."""
+            if not self.learned_rate:
+                return accuracy(model, test)
+            inputs, targets = (part.detach() for part in tuned())
+            return softmax.accuracy(tuned.recipe().train(inputs, targets, images.classes)[0], *test)
+
+        def measure(*_: nn.Module) -> dict[str, float]:
+            return {"test_accuracy": test_accuracy(), "inner_gradient_norm": exact.gradient_norm}
+
+        def keep(tuner: br.Tuner) -> None:
+            """Some of the images of the first ten classes, for the strip."""
+            tuner.history[-1]["seed"] = seed
+            if tuner.hyper_step == self.steps or tuner.hyper_step % max(1, round(self.steps / _STRIP)) == 0:
+                snapshots[str(tuner.hyper_step)] = first_ten()
+
+        def first_ten() -> Tensor:
+            return tuned.distilled.inputs.detach()[: 10 * self.per_class].cpu().clone()
+
+        snapshots = {"0": first_ten()}
+        tuner = br.Tuner(
+            br.Problem(model, tuned, _train_loss, _val_loss),
+            _set_to_zero if self.learned_rate else exact,
+            optimizer,
+            method,
+            hyper_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps),
+            seed=seed,
+            callbacks=[
+                br.callbacks.Evaluate(measure, max(1, self.steps // 50)),
+                keep,
+                br.callbacks.JSONLines(folder / "metrics.jsonl"),
+                br.callbacks.Progress(),
+            ],
+        )
+        tuner.fit([None], [val], self.steps)
+        place = folder if seed == self.seed else folder / f"seed-{seed}"
+        place.mkdir(exist_ok=True)
+        save_file(snapshots, place / "snapshots.safetensors")
+        distilled_set.save(place, tuned(), tuned.recipe(), self.data, images)
+        w, gradient_norm = distilled_set.train_on(place)
+        anew = softmax.accuracy(w, images.x_test, images.y_test)
+        yield _row("distilled, trained anew", anew, gradient_norm)
+        yield _row("distilled, as it ran along", test_accuracy())
+
+    def _first_images(self, seed: int, images: Images) -> tuple[Tensor, Tensor]:
+        """The images to begin with and their labels, class by class.
+
+        Several of a class begin as the means of parts of it, since equal ones would stay equal.
+        """
+        labels = torch.arange(images.classes).repeat_interleave(self.per_class)
+        generator = torch.Generator().manual_seed(seed)
+        if self.start == "noise":
+            size, dtype = (len(labels), *images.shape), images.x_train.dtype
+            return 0.1 * torch.randn(size, generator=generator, dtype=dtype), labels
+        means = []
+        for number in range(images.classes):
+            of_class = images.x_train[images.y_train == number]
+            order = torch.randperm(len(of_class), generator=generator)
+            means += [of_class[rows].mean(dim=0) for rows in order.tensor_split(self.per_class)]
+        return torch.stack(means), labels
+
+    def _comparisons(self, images: Images) -> Iterator[Row]:
+        """As many random images, the class means, and the whole training set, each by training from zero.
+
+        The penalty on the whole set is chosen on a tenth of it that is held out.
+        """
+        classes, recipe = images.classes, Recipe(self.penalty or _PENALTIES[self.data])
+        x, y, test = images.x_train, images.y_train, (images.x_test, images.y_test)
+        labels = torch.arange(classes).repeat_interleave(self.per_class)
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(_RANDOM_DRAWS):
+            order = torch.randperm(len(y), generator=generator)
+            picked = torch.cat([order[y[order] == c][: self.per_class] for c in range(classes)])
+            w, gradient_norm = recipe.train(x[picked], labels, classes)
+            yield _row("random images", softmax.accuracy(w, *test), gradient_norm)
+        means = torch.stack([x[y == c].mean(dim=0) for c in range(classes)])
+        w, gradient_norm = recipe.train(means, torch.arange(classes), classes)
+        yield _row("class means", softmax.accuracy(w, *test), gradient_norm)
+        order = torch.randperm(len(y), generator=generator)
+        held, kept = order[: len(y) // 10], order[len(y) // 10 :]
+
+        def held_out_accuracy(penalty: float) -> float:
+            w, _ = softmax.fit(x[kept], y[kept], classes, penalty, steps=50)
+            return softmax.accuracy(w, x[held], y[held])
+
+        best = max((1e-3, 1e-2, 1e-1), key=held_out_accuracy)
+        w, gradient_norm = softmax.fit(x, y, classes, best, steps=200)
+        yield _row(f"all {len(y):,} images", softmax.accuracy(w, *test), gradient_norm)
+
+    def headline(self, table: list[Row], rows: list[Row]) -> Row:
+        return {"test accuracy": table[0]["test accuracy"]}
+
+    def draw(self, folder: Path, rows: list[Row]) -> None:
+        distilled_set.draw(folder, *(folder / name for name in self.figures))
 
 
-PRESETS: dict[Preset, Distill] = {
-    "smoke": Distill(),
-    "cpu": Distill(preset="cpu", threads=0, data="mnist", steps=450, pixel_rate=0.015),
-    "paper": Distill(preset="paper", threads=0, data="mnist", steps=1000, start="noise", seeds=3),
-}
+def _row(name: str, accuracy: float, gradient_norm: float | None = None) -> Row:
+    return {"training set": name, "test accuracy": accuracy, "gradient norm": gradient_norm}
 
 
 class _Tuned(nn.Module):
-    """What is tuned: the data, and the learning rate of the training on them."""
+    """What is tuned: the data, and the learning rate of the training on them; with what the losses need beside."""
 
-    def __init__(self, distilled: DistilledData, learned_rate: bool) -> None:
+    first: Tensor
+
+    def __init__(self, config: Distill, distilled: br.hyperparameters.DistilledData) -> None:
         super().__init__()
-        self.distilled = distilled
-        self.log_rate = nn.Parameter(torch.tensor(math.log(0.1))) if learned_rate else None
+        self.config, self.distilled = config, distilled
+        self.penalty = config.penalty or _PENALTIES[config.data]
+        self.log_rate = nn.Parameter(torch.tensor(math.log(0.1))) if config.learned_rate else None
+        self.register_buffer("first", distilled.inputs.detach().clone())
 
     def forward(self) -> tuple[Tensor, Tensor]:
         batch: tuple[Tensor, Tensor] = self.distilled()
@@ -100,224 +218,31 @@ class _Tuned(nn.Module):
         assert self.log_rate is not None
         return self.log_rate.exp()
 
-    def recipe(self, config: Distill) -> Recipe:
+    def recipe(self) -> Recipe:
         """How a classifier is to be trained on the data as they are."""
         if self.log_rate is None:
-            return Recipe(_penalty(config))
-        return Recipe(_penalty(config), config.inner_steps, self.rate().item())
+            return Recipe(self.penalty)
+        return Recipe(self.penalty, self.config.inner_steps, self.rate().item())
 
 
-def run(config: Distill) -> Path:
-    """Run the experiment and return its folder."""
-    positive = ("per_class", "steps", "pixel_rate", "solver_steps", "inner_steps")
-    device = config.begin(positive, ("validation", "penalty", "smoothness", "closeness"))
-    images = data.load(config.data, config.data_dir)
-    _refuse_too_few(config, images)
-    test = images.x_test.flatten(1).to(device), images.y_test.to(device)
-    folder = config.out or Path("runs") / f"distill-{config.data}"
-    record = runs.Run(folder, "distill", config, figures=_FILES)
-    rows: list[dict[str, Any]] = []
-    for seed in config.all_seeds():
-        place = folder if seed == config.seed else folder / f"seed-{seed}"
-        place.mkdir(exist_ok=True)
-        running = _distil(config, seed, images, test, record, place)
-        w, gradient_norm = distilled_set.train_on(place)
-        anew = softmax.accuracy(w, images.x_test, images.y_test)
-        rows.append(_row("distilled, trained anew", anew, gradient_norm))
-        rows.append(_row("distilled, as it ran along", running))
-    rows += _comparisons(config, images)
-    table = runs.mean_and_deviation(rows, ["training set"], ["test accuracy", "gradient norm"])
-    draw(folder, runs.read_config(folder), runs.read_rows(folder))
-    record.finish({"test accuracy": table[0]["test accuracy"]}, table, config.seed)
-    return folder
-
-
-def _row(name: str, accuracy: float, gradient_norm: float | None = None) -> dict[str, Any]:
-    return {"training set": name, "test accuracy": accuracy, "gradient norm": gradient_norm}
-
-
-def _penalty(config: Distill) -> float:
-    return config.penalty or _PENALTIES[config.data]
-
-
-def _validation(config: Distill, seed: int, images: data.Images, device: torch.device) -> Batch:
-    x, y = images.x_train.flatten(1), images.y_train
-    if config.validation:
-        x, y = images.draw(config.validation, seed=seed)[0]
-    return x.flatten(1).to(device), y.to(device)
-
-
-def _refuse_too_few(config: Distill, images: data.Images) -> None:
-    if config.validation:
-        images.draw(config.validation, seed=config.seed)  # raises where there are not so many
-    smallest, number = images.y_train.bincount(minlength=images.classes).min(dim=0)
-    if smallest < config.per_class:
-        raise ArgumentError(
-            f"--per-class must be at most the images of a class; got {config.per_class}, and "
-            f"{images.names[int(number)]!r} has {int(smallest)}."
-        )
-
-
-def _first_images(config: Distill, seed: int, images: data.Images) -> tuple[Tensor, Tensor]:
-    """The images to begin with and their labels, class by class.
-
-    Several of a class begin as the means of parts of it, since equal ones would stay equal.
-    """
-    labels = torch.arange(images.classes).repeat_interleave(config.per_class)
-    generator = torch.Generator().manual_seed(seed)
-    if config.start == "noise":
-        return (
-            0.1 * torch.randn(len(labels), *images.shape, generator=generator, dtype=images.x_train.dtype),
-            labels,
-        )
-    means = []
-    for number in range(images.classes):
-        of_class = images.x_train[images.y_train == number]
-        order = torch.randperm(len(of_class), generator=generator)
-        means += [of_class[rows].mean(dim=0) for rows in order.tensor_split(config.per_class)]
-    return torch.stack(means), labels
-
-
-def _distil(
-    config: Distill, seed: int, images: data.Images, test: Batch, record: runs.Run, folder: Path
-) -> float:
-    """Tune and save; the test accuracy of the classifier that ran along."""
-    val = _validation(config, seed, images, test[0].device)
-    first, labels = _first_images(config, seed, images)
-    distilled = DistilledData(first, labels, images.classes if config.soft_labels else None)
-    tuned = _Tuned(distilled, config.learned_rate).to(val[0].device)
-    model = nn.Linear(val[0].shape[1], images.classes, device=val[0].device, dtype=val[0].dtype)
-    problem = Problem(model, tuned, *_losses(config, distilled.inputs.detach().clone()))
-    exact = softmax.ExactSoftmax(_penalty(config))
-    method: Method = Implicit(ConjugateGradient(config.solver_steps), warm_start=True, estimate_error=False)
-    if config.learned_rate:
-        method = Unrolled(config.inner_steps, lambda tuned: tuned.rate())
-    optimizer = torch.optim.Adam(tuned.parameters(), config.pixel_rate)
-    watch = _Watch(config, seed, tuned, exact, test, record)
-    tuner = Tuner(
-        problem,
-        _set_to_zero if config.learned_rate else exact,
-        optimizer,
-        method,
-        hyper_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps),
-        seed=seed,
-        callbacks=[watch, callbacks.Progress()],
-    )
-    tuner.fit([None], [val], config.steps)
-    save_file(watch.snapshots, folder / "snapshots.safetensors")
+def _train_loss(model: nn.Module, tuned: _Tuned, batch: None) -> Tensor:
     inputs, targets = tuned()
-    distilled_set.save(
-        folder,
-        inputs,
-        targets,
-        tuned.recipe(config),
-        data=config.data,
-        classes=images.names,
-        mean=images.mean,
-        deviation=images.deviation,
-    )
-    return watch.accuracy(model)
+    squares = torch.stack([w.square().sum() for w in model.parameters()]).sum()
+    return F.cross_entropy(model(inputs.flatten(1)), targets) + tuned.penalty / 2 * squares
 
 
-class _Watch:
-    """Writes a row for each hyper-step, with the test accuracy now and then, and keeps images for the strip."""
-
-    def __init__(
-        self,
-        config: Distill,
-        seed: int,
-        tuned: _Tuned,
-        exact: softmax.ExactSoftmax,
-        test: Batch,
-        record: runs.Run,
-    ) -> None:
-        self._config, self._seed, self._tuned = config, seed, tuned
-        self._exact, self._test, self._record = exact, test, record
-        self.snapshots: dict[str, Tensor] = {}
-        self._keep(0)
-
-    def __call__(self, tuner: Tuner) -> None:
-        step, steps = tuner.hyper_step, self._config.steps
-        row = {"seed": self._seed, **tuner.history[-1]}
-        if step == steps or step % max(1, steps // 50) == 0:
-            row["test_accuracy"] = self.accuracy(tuner.problem.model)
-            row["inner_gradient_norm"] = None if self._config.learned_rate else self._exact.gradient_norm
-        self._record.write(row)
-        if step == steps or step % max(1, round(steps / _STRIP)) == 0:
-            self._keep(step)
-
-    def accuracy(self, model: nn.Module) -> float:
-        """Of the present classifier; where a learned rate starts from zero each time, of one after its steps."""
-        x, y = self._test
-        if self._config.learned_rate:
-            inputs, targets = (part.detach() for part in self._tuned())
-            w, _ = self._tuned.recipe(self._config).train(
-                inputs, targets, int(model.get_parameter("bias").numel())
-            )
-            return softmax.accuracy(w, x, y)
-        with torch.no_grad():
-            return float(model(x).argmax(dim=1).eq(y).float().mean())
-
-    def _keep(self, step: int) -> None:
-        """The images of the first ten classes."""
-        images = self._tuned.distilled.inputs.detach()[: 10 * self._config.per_class]
-        self.snapshots[str(step)] = images.cpu().clone()
+def _val_loss(model: nn.Module, tuned: _Tuned, batch: Batch) -> Tensor:
+    loss, config = F.cross_entropy(model(batch[0]), batch[1]), tuned.config
+    x: Tensor = tuned()[0]
+    if config.smoothness:
+        rough = x.diff(dim=-1).square().mean() + x.diff(dim=-2).square().mean()
+        loss = loss + config.smoothness * rough
+    if config.closeness:
+        loss = loss + config.closeness * (x - tuned.first).square().mean()
+    return loss
 
 
-def _set_to_zero(problem: Problem, batch: object) -> None:
+def _set_to_zero(problem: br.Problem, batch: object) -> None:
     with torch.no_grad():
         for w in problem.weights.values():
             w.zero_()
-
-
-def _losses(config: Distill, first: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    penalty = _penalty(config)
-
-    def train_loss(model: nn.Module, tuned: nn.Module, batch: None) -> Tensor:
-        inputs, targets = tuned()
-        squares = torch.stack([w.square().sum() for w in model.parameters()]).sum()
-        return F.cross_entropy(model(inputs.flatten(1)), targets) + penalty / 2 * squares
-
-    def val_loss(model: nn.Module, tuned: nn.Module, batch: Batch) -> Tensor:
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        x: Tensor = tuned()[0]
-        if config.smoothness:
-            rough = x.diff(dim=-1).square().mean() + x.diff(dim=-2).square().mean()
-            loss = loss + config.smoothness * rough
-        if config.closeness:
-            loss = loss + config.closeness * (x - first).square().mean()
-        return loss
-
-    return train_loss, val_loss
-
-
-def _comparisons(config: Distill, images: data.Images) -> list[dict[str, Any]]:
-    """As many random images, the class means, and the whole training set, each by training from zero.
-
-    The penalty on the whole set is chosen on a tenth of it that is held out.
-    """
-    classes, recipe, rows = images.classes, Recipe(_penalty(config)), []
-    labels = torch.arange(classes).repeat_interleave(config.per_class)
-    generator = torch.Generator().manual_seed(config.seed)
-    for _ in range(_RANDOM_DRAWS):
-        order = torch.randperm(len(images.y_train), generator=generator)
-        picked = [order[images.y_train[order] == c][: config.per_class] for c in range(classes)]
-        w, gradient_norm = recipe.train(images.x_train[torch.cat(picked)], labels, classes)
-        rows.append(_row("random images", softmax.accuracy(w, images.x_test, images.y_test), gradient_norm))
-    means = torch.stack([images.x_train[images.y_train == c].mean(dim=0) for c in range(classes)])
-    w, gradient_norm = recipe.train(means, torch.arange(classes), classes)
-    rows.append(_row("class means", softmax.accuracy(w, images.x_test, images.y_test), gradient_norm))
-    order = torch.randperm(len(images.y_train), generator=generator)
-    held, kept = order[: len(order) // 10], order[len(order) // 10 :]
-    x, y = images.x_train, images.y_train
-
-    def held_out_accuracy(penalty: float) -> float:
-        w, _ = softmax.fit(x[kept], y[kept], classes, penalty, steps=50)
-        return softmax.accuracy(w, x[held], y[held])
-
-    best = max((1e-3, 1e-2, 1e-1), key=held_out_accuracy)
-    w, gradient_norm = softmax.fit(x, y, classes, best, steps=200)
-    rows.append(
-        _row(f"all {len(y):,} images", softmax.accuracy(w, images.x_test, images.y_test), gradient_norm)
-    )
-    return rows

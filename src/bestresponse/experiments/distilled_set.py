@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from . import plots, runs, softmax
+from .classification import Batch
+from .data import Images
 
 
 @dataclass(frozen=True)
@@ -38,34 +40,35 @@ class Recipe:
             w = w - self.rate * self._gradient(x, labels, w)
         return w, float(self._gradient(x, labels, w).norm())
 
+    @torch.enable_grad()
     def _gradient(self, x: Tensor, labels: Tensor, w: Tensor) -> Tensor:
         w = w.detach().requires_grad_()
         return torch.autograd.grad(softmax.loss(x, labels, w, self.penalty), w)[0]
 
 
-def save(folder: Path, images: Tensor, labels: Tensor, recipe: Recipe, **more: Any) -> None:
+def save(folder: Path, batch: Batch, recipe: Recipe, data: str, images: Images) -> None:
     """Write ``distilled.safetensors`` (images [N, C, H, W], labels [N] or [N, classes]) and ``distilled.json``.
 
     Args:
         folder: where.
-        images: float32, in the classifier's input scale.
-        labels: int64, or float32 probabilities.
+        batch: the images, float32, in the classifier's input scale; and labels, int64, or float32 probabilities.
         recipe: how to train on them.
-        more: what else another program needs, as the scale's mean and deviation.
+        data: the name of the set that they come from.
+        images: that set, whose scale and classes another program needs.
     """
-    save_file(
-        {"images": images.detach().cpu().contiguous(), "labels": labels.detach().cpu().contiguous()},
-        folder / "distilled.safetensors",
-    )
-    text = (
-        "Softmax regression on the flattened images, cross-entropy plus penalty/2 times the squared norm of "
-        "weights and bias, from zero"
-        + (" until it converges." if recipe.steps is None else " by gradient descent.")
-    )
-    runs.write_whole(
-        folder / "distilled.json",
-        {"recipe": text, "penalty": recipe.penalty, "steps": recipe.steps, "rate": recipe.rate, **more},
-    )
+    inputs, labels = (part.detach().cpu().contiguous() for part in batch)
+    save_file({"images": inputs, "labels": labels}, folder / "distilled.safetensors")
+    end = "until it converges." if recipe.steps is None else "by gradient descent."
+    told = {
+        "recipe": "Softmax regression on the flattened images, cross-entropy plus penalty/2 times the squared norm of "
+        f"weights and bias, from zero {end}",
+        **asdict(recipe),
+        "data": data,
+        "classes": images.names,
+        "mean": images.mean,
+        "deviation": images.deviation,
+    }
+    runs.write_whole(folder / "distilled.json", told)
 
 
 def train_on(folder: Path) -> tuple[Tensor, float]:
@@ -76,34 +79,32 @@ def train_on(folder: Path) -> tuple[Tensor, float]:
     return recipe.train(stored["images"], stored["labels"], len(told["classes"]))
 
 
-def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
+def draw(folder: Path, grid: Path, strip: Path) -> None:
     """The images in a grid with their classes, and those of the first ten classes as they came about."""
     if not (folder / "snapshots.safetensors").is_file():
         raise ArgumentError(f"{folder} must hold distilled images to draw; it has none. Has the run ended?")
     names = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))["classes"]
+    names = [name.replace("_", " ") for name in names]
     images = load_file(folder / "distilled.safetensors")["images"]
     per_class = len(images) // len(names)
     across = 10
     down = math.ceil(len(images) / across)
-    paths = [folder / "distilled.png", folder / "iterations.png"]
-    with plots.panels(paths[0], down, across, (10.0, 1.2 * down)) as axes:
+    with plots.panels(grid, down, across, (10.0, 1.2 * down)) as axes:
         for panel in axes.flat:
             panel.axis("off")
         for number, (panel, image) in enumerate(zip(axes.flat, images, strict=False)):
             _show(panel, image)
-            panel.set_title(names[number // per_class].replace("_", " "), fontsize=8, pad=2)
+            panel.set_title(names[number // per_class], fontsize=8, pad=2)
     snapshots = sorted(load_file(folder / "snapshots.safetensors").items(), key=lambda item: int(item[0]))
     shown = min(across, len(names))
-    with plots.panels(paths[1], len(snapshots), shown, (10.0, 1.05 * len(snapshots))) as axes:
+    with plots.panels(strip, len(snapshots), shown, (10.0, 1.05 * len(snapshots))) as axes:
         for panel, name in zip(axes[0], names, strict=False):
-            panel.set_title(name.replace("_", " "), fontsize=8, pad=2)
+            panel.set_title(name, fontsize=8, pad=2)
         for line, (step, snapshot) in zip(axes, snapshots, strict=True):
             for panel, image in zip(line, snapshot[::per_class], strict=True):
                 _show(panel, image)
-                panel.set_xticks([])
-                panel.set_yticks([])
+                panel.set(xticks=[], yticks=[])
             line[0].set_ylabel(f"step {step}", fontsize=9)
-    return paths
 
 
 def _show(panel: Any, image: Tensor) -> None:

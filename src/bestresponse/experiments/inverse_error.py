@@ -1,37 +1,34 @@
 """How near approximate hypergradients come to the exact one: the paper's figure 3."""
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
-from ..hyperparameters import WeightDecay
-from ..methods import Hypergradient, Implicit, Method, hypergradient
-from ..problem import Problem
-from ..solvers import ConjugateGradient, Exact, Identity, Neumann
-from ..tuner import Tuner
+import bestresponse as br
+
+from .. import _tree
 from . import data, plots, runs
-from .options import Options, Preset
+from .experiment import Count, LogDecay, Positive, Repeated, Row, Works, require
 from .regression import train_loss, val_loss
 
-METHODS: dict[str, Callable[[int, float], Method]] = {
-    "identity": lambda steps, scale: Implicit(Identity()),
-    "Neumann": lambda steps, scale: Implicit(Neumann(steps, scale)),
-    "conjugate gradient": lambda steps, scale: Implicit(ConjugateGradient(steps, tolerance=0.0)),
-    "conjugate gradient, recycled": lambda steps, scale: Implicit(
-        ConjugateGradient(steps, tolerance=0.0, recycle=20), warm_start=True
+# The colour of a method, and the method with so many steps.
+METHODS: dict[str, tuple[str, Callable[[int, float], br.Method]]] = {
+    "identity": (plots.GREY, lambda n, scale: br.Implicit(br.Identity())),
+    "Neumann": (plots.BLUE, lambda n, scale: br.Implicit(br.Neumann(n, scale))),
+    "conjugate gradient": (plots.RED, lambda n, _: br.Implicit(br.ConjugateGradient(n, tolerance=0.0))),
+    "conjugate gradient, recycled": (
+        plots.GREEN,
+        lambda n, _: br.Implicit(br.ConjugateGradient(n, tolerance=0.0, recycle=20), warm_start=True),
     ),
 }
-_COLOURS = dict(zip(METHODS, (plots.GREY, plots.BLUE, plots.RED, plots.GREEN), strict=True))
 
 
-@dataclass(kw_only=True)
-class InverseError(Options):
+class InverseError(Repeated):
     """Compare hypergradients of approximate inverses with the exact one, while a linear network is tuned.
 
     Weights and a decay for each of them move together along the exact hypergradient; at each hyper-step every
@@ -40,160 +37,120 @@ class InverseError(Options):
     hyper-steps in which Neumann has the greater cosine, and conjugate gradient the smaller distance, of the two.
     """
 
+    name = "inverse-error"
+    cpu = "--threads 0 --data boston --seeds 5 --inversion-steps 1 2 3 5 8 12 20"
+    paper = f"{cpu} --steps 500"
+    figures = ("inverse_error.png",)
+    by, of = ("method", "inversion steps"), ("products", "cosine", "distance")
+    counted = True
+
     data: Literal["diabetes", "boston"] = "diabetes"
     """The regression set. diabetes comes with scikit-learn; boston (the paper's) is read from --data-dir."""
-    steps: int = 100
-    """Hyper-steps."""
-    weight_steps: int = 5
-    """Steps of gradient descent before each hyper-step."""
-    weight_rate: float = 0.05
+    steps: Count = 100  # Hyper-steps.
+    weight_steps: Count = 5  # Steps of gradient descent before each hyper-step.
+    weight_rate: Positive = 0.05
     """The learning rate of the weights; also the scale of the Neumann series, as in the paper."""
-    hyper_rate: float = 0.05
-    """RMSprop's learning rate for the logarithms of the decays."""
-    initial_log_decay: float = -4.0
-    """The natural logarithm of each decay at the start."""
-    inversion_steps: tuple[int, ...] = (1, 2, 3, 5, 8, 12, 20)
+    hyper_rate: Positive = 0.05  # RMSprop's learning rate for the logarithms of the decays.
+    initial_log_decay: LogDecay = -4.0  # The natural logarithm of each decay at the start.
+    inversion_steps: tuple[Count, ...] = (1, 2, 5, 10)
     """Neumann terms and conjugate-gradient steps to compare."""
-    shown: int = 5
-    """The inversion steps whose curve over the run is drawn; one of --inversion-steps."""
+    shown: int = 5  # The inversion steps whose curve over the run is drawn; one of --inversion-steps.
 
+    def check(self) -> None:
+        super().check()
+        known = self.inversion_steps
+        said = f"--shown must be one of --inversion-steps, {known}; got {self.shown}."
+        require(self.shown in known, said)
 
-PRESETS: dict[Preset, InverseError] = {
-    "smoke": InverseError(inversion_steps=(1, 2, 5, 10)),
-    "cpu": InverseError(preset="cpu", threads=0, data="boston", seeds=5),
-    "paper": InverseError(preset="paper", threads=0, data="boston", seeds=5, steps=500),
-}
+    def works(self, device: torch.device, folder: Path) -> Works:
+        x, y = (part.to(device) for part in data.load_table(self.data, self.data_dir))
+        return [partial(self._follow, seed, x, y) for seed in self.all_seeds()]
 
-
-def run(config: InverseError) -> Path:
-    """Run the experiment and return its folder."""
-    positive = ("steps", "weight_steps", "weight_rate", "hyper_rate", "shown")
-    device = config.begin(positive, log_decays=("initial_log_decay",))
-    if min(config.inversion_steps, default=0) < 1:
-        raise ArgumentError(f"--inversion-steps must be numbers ≥ 1; got {config.inversion_steps}.")
-    if config.shown not in config.inversion_steps:
-        raise ArgumentError(
-            f"--shown must be one of --inversion-steps, {config.inversion_steps}; got {config.shown}."
+    def _follow(self, seed: int, x: Tensor, y: Tensor) -> Iterator[Row]:
+        """One run along the exact hypergradient, and a row for each approximation at each hyper-step."""
+        torch.manual_seed(seed)
+        train, val = ((x[rows], y[rows]) for rows in torch.randperm(len(x)).chunk(2))
+        model = nn.Linear(x.shape[1], 1, device=x.device, dtype=x.dtype)
+        initial = torch.tensor(self.initial_log_decay).exp().item()
+        decay = br.hyperparameters.WeightDecay(model, initial=initial)
+        problem = br.Problem(model, decay, train_loss, val_loss)
+        methods = {
+            (name, steps): make(steps, self.weight_rate)
+            for name, (_, make) in METHODS.items()
+            for steps in (self.inversion_steps if name != "identity" else (0,))
+        }
+        tuner = br.Tuner(
+            problem,
+            torch.optim.SGD(problem.weights.values(), self.weight_rate),
+            torch.optim.RMSprop(decay.parameters(), self.hyper_rate),
+            br.Implicit(br.Exact()),
+            weight_steps=self.weight_steps,
+            seed=seed,
         )
-    x, y = (part.to(device) for part in data.load_table(config.data, config.data_dir))
-    folder = config.out or Path("runs") / f"inverse-error-{config.data}"
-    record = runs.Run(folder, "inverse-error", config, figures=["inverse_error.png"])
-    for seed in config.all_seeds():
-        _follow(config, seed, x, y, record)
-    rows = runs.read_rows(folder)
-    table = _table(rows)
-    draw(folder, runs.read_config(folder), rows)
-    best = [row for row in table if row["inversion steps"] == config.shown]
-    record.finish({f"cosine, {row['method']}": row["cosine"] for row in best}, table, config.seed)
-    return folder
+        batches = [train], [val]
+        for step in range(1, self.steps + 1):
+            tuner.fit(*batches, 1)
+            exact = _tree.flatten(br.hypergradient(problem, train, val, tuner.method).total)
+            for (name, steps), method in methods.items():
+                result = br.hypergradient(problem, train, val, method)
+                found = _tree.flatten(result.total)
+                yield {
+                    "seed": seed,
+                    "hyper_step": step,
+                    "method": name,
+                    "inversion steps": steps,
+                    "products": result.solve.products if result.solve else 0,
+                    "cosine": torch.cosine_similarity(found, exact, dim=0).item(),
+                    "distance": (found - exact).norm().item(),
+                    "exact norm": exact.norm().item(),
+                }
 
-
-def _follow(config: InverseError, seed: int, x: Tensor, y: Tensor, record: runs.Run) -> None:
-    """One run along the exact hypergradient, and a row for each approximation at each hyper-step."""
-    torch.manual_seed(seed)
-    order = torch.randperm(len(x))
-    train, val = ((x[rows], y[rows]) for rows in order.chunk(2))
-    model = nn.Linear(x.shape[1], 1, device=x.device, dtype=x.dtype)
-    decay = WeightDecay(model, initial=torch.tensor(config.initial_log_decay).exp().item())
-    problem = Problem(model, decay, train_loss, val_loss)
-    methods = {
-        (name, steps): make(steps, config.weight_rate)
-        for name, make in METHODS.items()
-        for steps in (config.inversion_steps if name != "identity" else (0,))
-    }
-    exact_method = Implicit(Exact())
-
-    def compare(tuner: Tuner) -> None:
-        exact, rows = _flat(hypergradient(problem, train, val, exact_method)), []
-        for (name, steps), method in methods.items():
-            result = hypergradient(problem, train, val, method)
-            found = _flat(result)
-            row = {
-                "seed": seed,
-                "hyper_step": tuner.hyper_step,
-                "method": name,
-                "inversion steps": steps,
-                "products": result.solve.products if result.solve else 0,
-                "cosine": torch.cosine_similarity(found, exact, dim=0).item(),
-                "distance": (found - exact).norm().item(),
-                "exact norm": exact.norm().item(),
-            }
-            rows.append(row)
-        record.write(*rows)
-
-    tuner = Tuner(
-        problem,
-        torch.optim.SGD(problem.weights.values(), config.weight_rate),
-        torch.optim.RMSprop(decay.parameters(), config.hyper_rate),
-        exact_method,
-        weight_steps=config.weight_steps,
-        seed=seed,
-        callbacks=[compare],
-    )
-    tuner.fit([train], [val], config.steps)
-
-
-def _flat(h: Hypergradient) -> Tensor:
-    return torch.cat([g.flatten() for g in h.total.values()])
-
-
-def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over each run, and their mean and deviation over seeds; how often either of the two is ahead."""
-    keys, values = ["method", "inversion steps"], ["products", "cosine", "distance"]
-    of_seed = runs.mean_and_deviation(rows, [*keys, "seed"], values)
-    table = runs.mean_and_deviation(of_seed, keys, values)
-    place = {(r["method"], r["inversion steps"], r["seed"], r["hyper_step"]): r for r in rows}
-    pairs = [
-        (row, place["conjugate gradient", row["inversion steps"], row["seed"], row["hyper_step"]])
-        for row in rows
-        if row["method"] == "Neumann"
-    ]
-    for row in table:
-        if row["method"] == "Neumann":
+    def table(self, rows: list[Row]) -> list[Row]:
+        """Means over each run, and their mean and deviation over seeds; how often either of the two is ahead."""
+        of_seed = runs.mean_and_deviation(rows, [*self.by, "seed"], self.of)
+        table = runs.mean_and_deviation(of_seed, self.by, self.of)
+        of_cg = {_solve(row): row for row in rows if row["method"] == "conjugate gradient"}
+        pairs = [(row, of_cg[_solve(row)]) for row in rows if row["method"] == "Neumann"]
+        pairs = [pair for pair in pairs if None not in (*pair[0].values(), *pair[1].values())]
+        for row in (row for row in table if row["method"] == "Neumann"):
             both = [(n, cg) for n, cg in pairs if n["inversion steps"] == row["inversion steps"]]
-            both = [pair for pair in both if None not in (*pair[0].values(), *pair[1].values())]
-            if not both:
-                continue  # all of them diverged
-            row["Neumann ahead, cosine"] = sum(n["cosine"] > cg["cosine"] for n, cg in both) / len(both)
-            row["CG ahead, distance"] = sum(cg["distance"] < n["distance"] for n, cg in both) / len(both)
-    return table
+            if both:  # else all of them diverged
+                row["Neumann ahead, cosine"] = statistics.fmean(n["cosine"] > cg["cosine"] for n, cg in both)
+                row["CG ahead, distance"] = statistics.fmean(cg["distance"] < n["distance"] for n, cg in both)
+        return table
+
+    def headline(self, table: list[Row], rows: list[Row]) -> Row:
+        shown = [row for row in table if row["inversion steps"] == self.shown]
+        return {f"cosine, {row['method']}": row["cosine"] for row in shown}
+
+    def draw(self, folder: Path, rows: list[Row]) -> None:
+        """Cosine and distance, over hyper-steps and over inversion steps: the axes of the paper's figure 3."""
+        look: dict[str, Any] = {"sharex": "col", "sharey": "row"}
+        with plots.panels(folder / self.figures[0], 2, 2, (8.0, 5.6), **look) as axes:
+            for (along, means), key in zip(axes, ("cosine", "distance"), strict=True):
+                for name, (colour, _) in METHODS.items():
+                    of = [row for row in rows if row["method"] == name]
+                    shown = [row for row in of if row["inversion steps"] in (0, self.shown)]
+                    plots.curve(along, shown, "hyper_step", key, band=_extremes, color=colour, label=name)
+                    if name == "identity":
+                        level = statistics.fmean(row[key] for row in of)
+                        means.axhline(level, color=colour, linewidth=1.8)
+                        continue
+                    of = runs.mean_and_deviation(of, ["inversion steps", "seed"], [key])
+                    more: Row = {"band": _extremes, "color": colour, "markersize": 3.5}
+                    plots.curve(means, of, "inversion steps", key, "o-", **more)
+            plots.style(axes[0, 0], "", "cosine similarity", f"{self.shown} inversion steps")
+            plots.style(axes[0, 1], "", "", "mean over the run")
+            plots.style(axes[1, 0], "hyper-steps", "ℓ2 distance")
+            plots.style(axes[1, 1], "inversion steps", "")
+            axes[1, 0].set_yscale("log")
+            plots.legend_below(axes[0, 0], 4, size=9)
 
 
-def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
-    """Cosine and distance, over hyper-steps and over inversion steps: the axes of the paper's figure 3."""
-    path = folder / "inverse_error.png"
-    with plots.panels(path, 2, 2, (8.0, 5.6), sharex="col", sharey="row") as axes:
-        for down, key in enumerate(("cosine", "distance")):
-            for name, colour in _COLOURS.items():
-                of_method = [row for row in rows if row["method"] == name]
-                shown = [row for row in of_method if row["inversion steps"] in (0, config["shown"])]
-                _curve(axes[down, 0], shown, "hyper_step", key, name, colour)
-                if name == "identity":
-                    level = statistics.fmean(row[key] for row in of_method)
-                    axes[down, 1].axhline(level, color=colour, linewidth=1.8)
-                else:
-                    _curve(axes[down, 1], of_method, "inversion steps", key, name, colour)
-        plots.style(axes[0, 0], "", "cosine similarity", f"{config['shown']} inversion steps")
-        plots.style(axes[0, 1], "", "", "mean over the run")
-        plots.style(axes[1, 0], "hyper-steps", "ℓ2 distance")
-        plots.style(axes[1, 1], "inversion steps", "")
-        axes[1, 0].set_yscale("log")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        axes[0, 0].figure.legend(
-            handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9
-        )
-    return [path]
+def _solve(row: Row) -> tuple[int, int, int]:
+    """Which solve of the run it is, whatever the method."""
+    return row["inversion steps"], row["seed"], row["hyper_step"]
 
 
-def _curve(axes: Any, rows: list[dict[str, Any]], x: str, y: str, label: str, colour: str) -> None:
-    """The mean over seeds, in a band from the smallest to the largest of them."""
-    of_seed = runs.mean_and_deviation(rows, [x, "seed"], [y])
-    at = sorted({row[x] for row in of_seed})
-    values = [[row[y] for row in of_seed if row[x] == place] for place in at]
-    line = "o-" if x == "inversion steps" else "-"
-    means = [statistics.fmean(some) for some in values]
-    axes.plot(at, means, line, color=colour, label=label, markersize=3.5, linewidth=1.8)
-    if len(values[0]) > 1:
-        axes.fill_between(
-            at, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.2, linewidth=0
-        )
+def _extremes(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..hyperparameters import ConcreteDropout, DropConnect
 
 Batch = tuple[Tensor, Tensor]
-State = list[tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
+State = list[Pair]
 
 
 class Regulariser(nn.Module):
@@ -32,11 +33,8 @@ class Regulariser(nn.Module):
         self.words = ConcreteDropout((), initial, shared=(1,))
         # One layer's, and the same for each.
         self.recurrent = DropConnect((4 * units, units) if many else (), initial)
-        self.log_penalties: nn.ParameterDict | None = None
-        if not many:
-            self.log_penalties = nn.ParameterDict(
-                {name: torch.tensor(0.0) for name in ("activation", "temporal")}
-            )
+        penalties = {name: torch.tensor(0.0) for name in ("activation", "temporal")}
+        self.log_penalties = None if many else nn.ParameterDict(penalties)
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Where to search the penalties; the rates declare their own."""
@@ -69,15 +67,11 @@ class Layer(nn.Module):
             for shape in ((4 * units, inputs), (4 * units, units), (4 * units,), (4 * units,))
         )
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor], weight_hh: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, x: Tensor, state: Pair, weight_hh: Tensor) -> tuple[Tensor, Pair]:
         """Outputs [T, B, units] and the last state, from inputs [T, B, inputs] and the state before."""
-        projected = F.linear(x, self.weight_ih, self.bias_ih + self.bias_hh)
         h, c = state
-        outputs = []
-        turned = weight_hh.t()
-        for z in projected.unbind(0):
+        outputs, turned = [], weight_hh.t()
+        for z in F.linear(x, self.weight_ih, self.bias_ih + self.bias_hh).unbind(0):
             gates, candidate = torch.split(torch.addmm(z, h, turned), [3 * h.shape[1], h.shape[1]], dim=1)
             i, f, o = gates.sigmoid().chunk(3, dim=1)
             c = f * c + i * candidate.tanh()
@@ -118,16 +112,13 @@ class LanguageModel(nn.Module):
     def forward(self, words: Tensor, state: State | None = None) -> tuple[Tensor, State, Tensor, Tensor]:
         """Logits [T, B, words], the last state, and the last layer's outputs after and before dropout.
 
-        Args:
-            words: int64 [T, B].
-            state: what to start from; None is what was carried, or zeros.
+        Without a state to start from, words [T, B] follow what was carried, or zeros.
         """
         carries = self.training and self.carried.shape[2] == words.shape[1]
         if state is None:
             zeros = self.embedding.new_zeros(words.shape[1], self.units)
             state = [(h, c) for h, c in self.carried] if carries else [(zeros, zeros)] * len(self.layers)
-        x = F.embedding(words, self.rates.words(self.embedding))
-        x = self.rates.places["input"](x)
+        x = self.rates.places["input"](F.embedding(words, self.rates.words(self.embedding)))
         last: State = []
         for number, layer in enumerate(self.layers):
             outputs, kept = layer(x, state[number], self.rates.recurrent(layer.weight_hh))
@@ -155,10 +146,8 @@ def val_loss(model: LanguageModel, rates: Any, batch: Batch) -> Tensor:
 @torch.no_grad()
 def perplexity(model: LanguageModel, batches: list[Batch]) -> float:
     """Exp of the mean cross-entropy over a stream's batches in order, with the state carried from one to the next."""
-    was = model.training
+    was, state, total, count = model.training, None, 0.0, 0
     model.eval()
-    state: State | None = None
-    total, count = 0.0, 0
     for words, following in batches:
         logits, state, _, _ = model(words, state)
         total += float(F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum"))

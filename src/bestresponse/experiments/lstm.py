@@ -1,15 +1,24 @@
 """Dropout rates of an LSTM, tuned by every rival at equal cost; and validation text learnt by heart: section 5.5."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from . import plots, runs, text
-from .cells import check_rows
-from .lstm_rows import SAMPLERS, LanguageCell
-from .options import Options, Preset
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-Row = Literal[
+import bestresponse as br
+
+from . import language, plots, runs, text
+from .cells import Cell
+from .experiment import Count, Number, Positive, Repeated, Row
+from .language import LanguageModel, Regulariser
+from .text import Corpus
+
+RowName = Literal[
     "no tuning",
     "grid search",
     "random search",
@@ -18,18 +27,14 @@ Row = Literal[
     "7 rates",
     "many rates",
 ]
-ROWS: tuple[Row, ...] = get_args(Row)
-_COLOURS = dict(
-    zip(
-        ROWS,
-        (plots.GREY, "#b8b8b8", plots.ORANGE, "#8c6d31", plots.GREEN, plots.RED, plots.BLUE),
-        strict=True,
-    )
-)
+_COLOURS = plots.colours(get_args(RowName))
+_SAMPLERS = {"grid search": "grid", "random search": "random", "Bayesian optimisation": "tpe"}
+# Bayesian optimisation begins with random trials, which should be others than those of random search.
+_APART = {"random": 0, "tpe": 1_000_000}
+_PATIENCE = 5
 
 
-@dataclass(kw_only=True)
-class LSTM(Options):
+class LSTM(Repeated):
     """Tune the dropout rates of an LSTM language model in seven ways at equal cost, or overfit its validation text.
 
     A budget of training gradients is the same for all: a hyper-step counts as --hyper-cost of them, a step of the
@@ -38,133 +43,269 @@ class LSTM(Options):
     each weight, tuned on ten sequences, with ten others to train on.
     """
 
+    name = "lstm"
+    cpu = "--data ptb --words 2000 --train-words 100000 --units 100 --length 35 --budget 4000 --trials 4"
+    paper = (
+        "--data ptb --words 0 --train-words 0 --units 650 --batch 40 --length 70 --budget 100000 --weight-rate 30 "
+        "--hyper-rate 1e-3 --weight-steps 1 --trials 50"
+    )
+    labels = ("data", "kind")
+    figures = ("lstm.png",)
+    by, of = ("row", "hyperparameters"), ("validation perplexity", "test perplexity", "seconds")
+
     data: Literal["python", "ptb"] = "python"
     """The text: the help that comes with Python, or the Penn TreeBank from --data-dir."""
-    words: int = 500
-    """Of the vocabulary, the most frequent ones; 0 takes all."""
-    train_words: int = 20_000
+    words: Number = 500  # Of the vocabulary, the most frequent ones; 0 takes all.
+    train_words: Number = 20_000
     """Of the training text, and an eighth for validation and test each; 0 takes all."""
-    units: int = 32
-    """Of each of the two layers, and of the embeddings."""
-    batch: int = 20
-    """Sequences side by side."""
-    length: int = 20
-    """Words of a sequence."""
-    budget: int = 600
-    """In training gradients, for each row."""
-    rows: tuple[Row, ...] = ROWS
-    """The rows of the table."""
-    weight_steps: int = 10
-    """Weight steps before each hyper-step."""
-    weight_rate: float = 20.0
-    """SGD's learning rate, which falls by four where validation stops to improve."""
-    clip: float = 0.25
-    """The largest norm of a gradient."""
-    hyper_rate: float = 0.05
+    units: Count = 32  # Of each of the two layers, and of the embeddings.
+    batch: Count = 20  # Sequences side by side.
+    length: Count = 20  # Words of a sequence.
+    budget: Count = 600  # In training gradients, for each row.
+    rows: tuple[RowName, ...] = get_args(RowName)  # The rows of the table.
+    weight_steps: Count = 10  # Weight steps before each hyper-step.
+    weight_rate: Positive = (
+        20.0  # SGD's learning rate, which falls by four where validation stops to improve.
+    )
+    clip: Positive = 0.25  # The largest norm of a gradient.
+    hyper_rate: Positive = 0.05
     """Adam's learning rate for logits of the rates and logarithms of the penalties."""
-    terms: int = 0
-    """Neumann terms of the hypergradient; 0 is the identity (T1 − T2)."""
-    initial_rate: float = 0.5
-    """Of dropout, everywhere."""
-    trials: int = 16
+    terms: Number = 0  # Neumann terms of the hypergradient; 0 is the identity (T1 − T2).
+    initial_rate: float = 0.5  # Of dropout, everywhere.
+    trials: Count = 16
     """Of a search. The budget is shared by them and by a training under the best values."""
-    hyper_cost: float = 4.0
-    """Training gradients that a hyper-step takes as long as."""
-    response_cost: float = 1.4
+    hyper_cost: Positive = 4.0  # Training gradients that a hyper-step takes as long as.
+    response_cost: Positive = 1.4
     """Training gradients that a step of the self-tuning network takes as long as."""
-    save_every: int = 20
-    """Hyper-steps between two saved states."""
+    save_every: Count = 20  # Hyper-steps between two saved states.
     overfit: bool = False
     """Whether to overfit the validation text instead: --budget weight steps, --weight-steps of them before each
     hyper-step, on ten sequences of --length words for training and ten for validation. --units, --seed and
     --save-every count as well; the other options do not."""
 
+    @property
+    def kind(self) -> str:
+        """What is run, for the folder's name."""
+        return "overfit" if self.overfit else "rates"
 
-PRESETS: dict[Preset, LSTM] = {
-    "smoke": LSTM(),
-    "cpu": LSTM(
-        preset="cpu",
-        data="ptb",
-        words=2000,
-        train_words=100_000,
-        units=100,
-        length=35,
-        budget=4000,
-        trials=4,
-    ),
-    "paper": LSTM(
-        preset="paper",
-        data="ptb",
-        words=0,
-        train_words=0,
-        units=650,
-        batch=40,
-        length=70,
-        budget=100_000,
-        weight_rate=30.0,
-        hyper_rate=1e-3,
-        weight_steps=1,
-        trials=50,
-    ),
-}
+    def works(self, device: torch.device, folder: Path) -> Sequence[Cell]:
+        corpus = text.load(self.data, self.data_dir, self.words, self.train_words, device)
+        make = partial(self._overfit if self.overfit else self._row, corpus)
+        cells = []
+        for seed in self.all_seeds():
+            for name in ["overfit"] if self.overfit else self.rows:
+                aside = [] if name in _SAMPLERS else ["trials"]
+                aside += [] if name == "self-tuning network" else ["response_cost"]
+                cells.append(Cell(self, name, seed, folder, make, aside))
+        return cells
 
+    def _problem(self, corpus: Corpus, seed: int, many: bool = False) -> br.Problem:
+        torch.manual_seed(seed)
+        rates = Regulariser(self.units, many, self.initial_rate)
+        model = LanguageModel(len(corpus.words), self.units, self.batch, rates=rates).to(corpus.train.device)
+        return br.Problem(model, model.rates, language.train_loss, language.val_loss)
 
-def run(config: LSTM) -> Path:
-    """Run the experiment and return its folder."""
-    positive = ("units", "batch", "length", "budget", "weight_steps", "weight_rate", "clip", "hyper_rate")
-    more = ("trials", "hyper_cost", "response_cost", "save_every")
-    device = config.begin((*positive, *more), ("words", "train_words", "terms"))
-    check_rows(config.rows)
-    corpus = text.load(config.data, config.data_dir, config.words, config.train_words)
-    kind = "overfit" if config.overfit else "rates"
-    folder = config.out or Path("runs") / f"lstm-{config.data}-{kind}"
-    record = runs.Run(folder, "lstm", config, figures=["lstm.png"])
-    names = ["overfit"] if config.overfit else list(config.rows)
-    for seed in config.all_seeds():
-        for name in names:
-            record.write(LanguageCell(config, device, name, seed, folder, corpus).result())
-    rows = runs.read_rows(folder)
-    values = ["validation perplexity", "test perplexity", "seconds"]
-    if config.overfit:
-        values = ["training loss", "validation loss", *values]
-    table = runs.mean_and_deviation(rows, ["row", "hyperparameters"], values)
-    draw(folder, runs.read_config(folder), rows)
-    headline = {f"test perplexity, {r['row']}": r["test perplexity"] for r in table}
-    record.finish(headline, table, config.seed, folders=[row["folder"] for row in rows])
-    return folder
+    def _row(self, corpus: Corpus, cell: Cell) -> Row:
+        """Weights and rates together, or a search."""
+        if cell.name in _SAMPLERS:
+            return self._search(corpus, cell, _SAMPLERS[cell.name])
+        problem = self._problem(corpus, cell.seed, many=cell.name == "many rates")
+        if cell.name == "no tuning":
+            return self._train(corpus, cell, problem, br.Direct(), self.budget, 0.0)
+        if cell.name == "self-tuning network":
+            network = br.hypernetworks.SelfTuning(problem, 0.3)
+            steps = int(self.budget / (self.response_cost + 1.0 / self.weight_steps))
+            return self._train(corpus, cell, network.problem, br.Direct(), steps, self.hyper_rate, network)
+        method = br.Implicit(br.Neumann(self.terms, 0.1) if self.terms else br.Identity())
+        share = self.weight_steps / (self.weight_steps + self.hyper_cost)
+        return self._train(corpus, cell, problem, method, int(self.budget * share), self.hyper_rate)
 
+    def _train(
+        self,
+        corpus: Corpus,
+        cell: Cell,
+        problem: br.Problem,
+        method: br.Method,
+        steps: int,
+        hyper_rate: float,
+        network: br.hypernetworks.SelfTuning | None = None,
+    ) -> Row:
+        """Train for so many weight steps; the row of the best validation perplexity."""
+        streams = (corpus.train, corpus.val, corpus.test)
+        train, val, test = (text.sequences(stream, self.batch, self.length) for stream in streams)
+        given = problem if network is None else network.source
+        model, frozen = given.model, hyper_rate == 0.0
+        assert isinstance(model, LanguageModel)
+        # Without tuning a hyper-step, which moves nothing, comes once an epoch.
+        weight_steps = max(1, steps // max(1, round(steps / len(train)))) if frozen else self.weight_steps
 
-def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
-    """Validation and test perplexity against time; or both losses of the overfitting run."""
-    path = folder / "lstm.png"
-    first = [row for row in rows if row["seed"] == config["seed"]]
-    if config["overfit"]:
-        with plots.panels(path) as axes:
-            history = runs.read_rows(folder / first[0]["folder"])
-            for key, colour in (("train_loss", plots.GREY), ("val_loss", plots.BLUE)):
-                line = [max(row[key], 1e-4) for row in history]
-                label = {"train_loss": "training, with the decay", "val_loss": "validation"}[key]
-                axes[0, 0].plot([r["hyper_step"] for r in history], line, color=colour, label=label)
-            axes[0, 0].set_yscale("log")
-            axes[0, 0].legend(frameon=False)
-            plots.style(axes[0, 0], "hyper-steps", "loss", "a weight decay for each weight of an LSTM")
-        return [path]
-    with plots.panels(path, 1, 2, (9.0, 3.8), sharey=True) as axes:
-        for panel, key, title in zip(
-            axes[0], ("val_perplexity", "test_perplexity"), ("validation", "test"), strict=True
+        def measure(*_: Any) -> dict[str, float]:
+            if network is not None:
+                network.write_()
+            perplexities = (language.perplexity(model, batches) for batches in (val, test))
+            return dict(zip(("val_perplexity", "test_perplexity"), perplexities, strict=True))
+
+        tuner = br.Tuner(
+            problem,
+            torch.optim.SGD(problem.weights.values(), self.weight_rate),
+            torch.optim.Adam(problem.hyperparameters.values(), hyper_rate),
+            method,
+            weight_steps=weight_steps,
+            clip_weights=self.clip,
+            seed=cell.seed,
+            callbacks=[br.callbacks.Evaluate(measure, max(1, len(train) // weight_steps)), Falling()],
+        )
+        cell.fit(tuner, train, val, max(1, steps // weight_steps), 1 if frozen else self.save_every)
+        rows = [row for row in tuner.history if "val_perplexity" in row]
+        best = min(rows, key=lambda row: row["val_perplexity"])
+        tuned = sum(p.numel() for p in given.hyperparameters.values())
+        return {
+            "hyperparameters": 0 if frozen else tuned,
+            "validation perplexity": best["val_perplexity"],
+            "test perplexity": best["test_perplexity"],
+            "seconds": tuner.history[-1]["seconds"],
+        }
+
+    def _search(self, corpus: Corpus, cell: Cell, sampler: str) -> Row:
+        """Trials that share the budget, and a training under the values of the best one."""
+        steps = max(1, self.budget // (self.trials + 1))
+        make = partial(self._problem, corpus, cell.seed)
+
+        def trained(problem: br.Problem) -> Row:
+            (cell.folder / "run.pt").unlink(missing_ok=True)
+            return self._train(corpus, cell, problem, br.Direct(), steps, 0.0)
+
+        def objective(problem: br.Problem) -> float:
+            return math.log(float(trained(problem)["validation perplexity"]))
+
+        more: dict[str, Any] = {
+            "sampler": sampler,
+            "trials": self.trials,
+            "storage": cell.folder / "search.db",
+        }
+        if sampler == "grid":  # seven hyperparameters would take 128 trials
+            space = {"logit": (-4.0, 1.0), "log_penalty": (-5.0, 1.0)}
+            found = br.search(lambda x: objective(_with_one_rate(make(), x)), space, seed=cell.seed, **more)
+            problem = _with_one_rate(make(), found.values)
+        else:
+            found = br.search(objective, problem=make, seed=cell.seed + _APART[sampler], **more)
+            problem = make()
+            found.write_(problem)
+        row = trained(problem)
+        seconds = found.trials[-1]["seconds"] + row["seconds"]
+        return {**row, "hyperparameters": len(found.values), "seconds": seconds}
+
+    def _overfit(self, corpus: Corpus, cell: Cell) -> Row:
+        """A weight decay for each weight, without dropout, on ten sequences each."""
+        problem = self._problem(corpus, cell.seed)
+        model = problem.model.eval()
+        assert isinstance(model, LanguageModel)
+        for p in problem.hyperparameters.values():
+            p.requires_grad_(False)
+        decay = br.hyperparameters.WeightDecay(model, initial=math.exp(-8)).to(corpus.train.device)
+        size = 10 * (self.length + 1)
+        train, val = (text.sequences(s[:size], 10, self.length)[0] for s in (corpus.train, corpus.val))
+
+        def train_loss(model: LanguageModel, decay: nn.Module, batch: language.Batch) -> Tensor:
+            penalty: Tensor = decay(model)
+            return language.val_loss(model, decay, batch) + penalty
+
+        problem = br.Problem(model, decay, train_loss, language.val_loss)
+        curvature = br.GaussNewton(
+            lambda m, _, b: m(b[0])[0], br.losses.CrossEntropy(lambda batch: batch[1]), decay
+        )
+        weight_optimizer = torch.optim.Adam(problem.weights.values(), 3e-3)
+        hyper_optimizer = torch.optim.RMSprop(decay.parameters(), 0.05)
+        steps = self.budget // self.weight_steps
+        # At constant rates both losses jump to the end.
+        tuner = br.Tuner(
+            problem,
+            weight_optimizer,
+            hyper_optimizer,
+            br.Implicit(curvature=curvature),
+            weight_steps=self.weight_steps,
+            weight_scheduler=CosineAnnealingLR(weight_optimizer, steps * self.weight_steps),
+            hyper_scheduler=CosineAnnealingLR(hyper_optimizer, steps),
+            clip_weights=1.0,
+            seed=cell.seed,
+        )
+        cell.fit(tuner, [train], [val], steps, self.save_every)
+        learnt, test = language.perplexity(model, [val]), text.sequences(corpus.test, self.batch, self.length)
+        return {
+            "hyperparameters": sum(p.numel() for p in decay.parameters()),
+            "training loss": math.log(language.perplexity(model, [train])),
+            "validation loss": math.log(learnt),
+            "validation perplexity": learnt,
+            "test perplexity": language.perplexity(model, test),
+            "seconds": tuner.history[-1]["seconds"],
+        }
+
+    def table(self, rows: list[Row]) -> list[Row]:
+        losses = ("training loss", "validation loss") if self.overfit else ()
+        return runs.mean_and_deviation(rows, self.by, (*losses, *self.of))
+
+    def headline(self, table: list[Row], rows: list[Row]) -> Row:
+        return {f"test perplexity, {row['row']}": row["test perplexity"] for row in table}
+
+    def draw(self, folder: Path, rows: list[Row]) -> None:
+        """Validation and test perplexity against time; or both losses of the overfitting run."""
+        first = {row["row"]: row for row in rows if row["seed"] == self.seed}
+        history = {name: runs.read_rows(folder / row["folder"]) for name, row in first.items()}
+        size = (6.0, 3.8) if self.overfit else (9.0, 3.8)
+        with plots.panels(folder / self.figures[0], 1, 1 if self.overfit else 2, size, sharey=True) as (
+            axes,
         ):
-            for row in first:
-                look = {"color": _COLOURS[row["row"]], "label": row["row"]}
-                if (
-                    row["row"] in SAMPLERS
-                ):  # whose file has one trial after the other, each from its beginning
-                    panel.plot([row["seconds"]], [row[f"{title} perplexity"]], "o", **look)
-                    continue
-                history = [r for r in runs.read_rows(folder / row["folder"]) if key in r]
-                panel.plot([r["seconds"] for r in history], [r[key] for r in history], **look, linewidth=1.6)
-            panel.set_yscale("log")
-            plots.style(panel, "seconds", "perplexity" if panel is axes[0, 0] else "", title)
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure = axes[0, 0].figure
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    return [path]
+            axes[0].set_yscale("log")
+            if self.overfit:
+                for key, label, colour in (
+                    ("train_loss", "training, with the decay", plots.GREY),
+                    ("val_loss", "validation", plots.BLUE),
+                ):
+                    line = [row | {key: max(row[key], 1e-4)} for row in history["overfit"]]
+                    plots.curve(axes[0], line, "hyper_step", key, color=colour, label=label, linewidth=1.5)
+                axes[0].legend(frameon=False)
+                plots.style(axes[0], "hyper-steps", "loss", "a weight decay for each weight of an LSTM")
+                return
+            for panel, key, title in zip(axes, ("val", "test"), ("validation", "test"), strict=True):
+                for name, row in first.items():
+                    look = {"color": _COLOURS[name], "label": name, "linewidth": 1.6}
+                    if name in _SAMPLERS:  # whose file has one trial after the other, each from its beginning
+                        panel.plot([row["seconds"]], [row[f"{title} perplexity"]], "o", **look)
+                    else:
+                        plots.curve(panel, history[name], "seconds", f"{key}_perplexity", **look)
+                plots.style(panel, "seconds", "" if panel is axes[1] else "perplexity", title)
+            plots.legend_below(axes[0], 4)
+
+
+class Falling:
+    """A quarter of the learning rate where validation is worse than the best of all but the last five measurements."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+
+    def __call__(self, tuner: br.Tuner) -> None:
+        value = tuner.history[-1].get("val_perplexity")
+        if value is None:
+            return
+        if len(self._seen) > _PATIENCE and value > min(self._seen[:-_PATIENCE]):
+            assert isinstance(tuner.weight_optimizer, torch.optim.Optimizer)
+            for group in tuner.weight_optimizer.param_groups:
+                group["lr"] /= 4.0
+            self._seen = []
+        self._seen.append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measurements since the rate fell."""
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a `state_dict`."""
+        self._seen = list(state["seen"])
+
+
+@torch.no_grad()
+def _with_one_rate(problem: br.Problem, values: Mapping[str, float]) -> br.Problem:
+    """The problem with one logit for all rates, and one logarithm for both penalties."""
+    for name, p in problem.hyperparameters.items():
+        p.fill_(values["log_penalty" if name.startswith("log_penalties") else "logit"])
+    return problem

@@ -1,18 +1,26 @@
 """The paper's tables 1 and 2 as measurements: how right each method is, and what it costs."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 from matplotlib.lines import Line2D
-from tqdm.auto import tqdm
+from torch import Tensor, nn
 
-from ..errors import ArgumentError
-from . import accuracy, orders, plots, runs
-from .options import Options, Preset
+import bestresponse as br
 
-# A direction nearer than this is drawn here.
-_ROUNDING = 1e-7
+from .. import _layout, _tree
+from ..diagnostics import measuring
+from . import orders, plots, runs, small_problems
+from .experiment import Count, LogDecay, Range, Repeated, Row, Works, require
+from .small_problems import Case
+
+_LONG = 1.0  # seconds
+_ROUNDING = 1e-7  # a direction nearer than this is drawn here
 _LABELS = {
     "away": "1 − cosine (1e-7 at least)",
     "time": "time, training gradients",
@@ -25,10 +33,28 @@ _COLOURS = {
     "gradients alone": plots.PURPLE,
     "search": plots.ORANGE,
 }
+_HYPERNETWORKS: dict[str, Callable[[br.Problem], br.hypernetworks.Hypernetwork]] = {
+    "linear hypernetwork": lambda problem: br.hypernetworks.LinearHypernetwork(problem, 0.5),
+    "self-tuning network": lambda problem: br.hypernetworks.SelfTuning(problem, 0.5),
+}
+_SEARCHES = {"random search": "random", "Bayesian optimisation": "tpe"}
 
 
-@dataclass(kw_only=True)
-class Methods(Options):
+@dataclass(frozen=True)
+class Contender:
+    """A method by the paper's name, and by what it has in common with others in the figure."""
+
+    paper: str
+    family: str
+    method: br.Method
+    at_optimum: bool = True  # where the weights are; else at the start
+    brief: br.Method | None = (
+        None  # the same with fewer steps, for memory, where that does not depend on them
+    )
+    calls: int = 0  # earlier calls at the same place, for methods that remember
+
+
+class Methods(Repeated):
     """Measure the paper's tables 1 and 2: each method's error and cost, and how memory grows.
 
     Two problems are small enough for the exact hypergradient: a linear model on a regression set and softmax
@@ -39,160 +65,223 @@ class Methods(Options):
     hyperparameters: 1 where memory is proportional.
     """
 
+    name = "methods"
+    cpu = "--seeds 3 --data boston --classes 10 --steps 100 --last 20 --training 2000 --trials 50 --sizes 7"
+    paper = (
+        "--seeds 5 --data boston --classes 10 --steps 1000 --last 100 --training 10000 --trials 200 --sizes 8"
+    )
+    figures = ("methods.png", "orders.png")
+    by, of = ("problem", "method", "trained"), ("cosine", "relative error", "time", "memory")
+    counted = True
+
     data: Literal["diabetes", "boston"] = "diabetes"
     """The regression set. diabetes comes with scikit-learn; boston is read from --data-dir."""
-    classes: int = 3
+    classes: Annotated[int, Range(2, 10)] = 3
     """Of the digits, from 0 on; 60 examples of each, half of them for validation."""
-    steps: int = 50
-    """Steps that are unrolled, in all of these methods."""
-    last: int = 10
-    """Of them, those that truncated unrolling differentiates."""
-    terms: tuple[int, ...] = (1, 5, 20)
-    """Neumann terms and conjugate-gradient steps."""
-    training: int = 500
-    """Steps in which hypernetworks are trained, by Adam."""
-    trials: int = 20
-    """Of a search."""
-    log_decay: float = -3.0
-    """λ: the natural logarithm of each decay."""
-    sizes: int = 3
-    """Of the memory's growth: each size is twice the one before."""
-    repeats: int = 3
-    """Times that each method is timed; the median counts."""
+    steps: Count = 50  # Steps that are unrolled, in all of these methods.
+    last: Count = 10  # Of them, those that truncated unrolling differentiates.
+    terms: tuple[Count, ...] = (1, 5, 20)  # Neumann terms and conjugate-gradient steps.
+    training: Count = 500  # Steps in which hypernetworks are trained, by Adam.
+    trials: Count = 20  # Of a search.
+    log_decay: LogDecay = -3.0  # λ: the natural logarithm of each decay.
+    sizes: Annotated[int, Range(2, 10)] = 3  # Of the memory's growth: each size is twice the one before.
+    repeats: Count = 3  # Times that each method is timed; the median counts.
 
+    def check(self) -> None:
+        super().check()
+        require(self.device == "cpu", f"--device must be cpu, where memory is counted; got {self.device}.")
+        require(self.last <= self.steps, f"--last must be at most --steps; got {self.last}.")
 
-PRESETS: dict[Preset, Methods] = {
-    "smoke": Methods(),
-    "cpu": Methods(
-        preset="cpu",
-        seeds=3,
-        data="boston",
-        classes=10,
-        steps=100,
-        last=20,
-        training=2000,
-        trials=50,
-        sizes=7,
-    ),
-    "paper": Methods(
-        preset="paper",
-        seeds=5,
-        data="boston",
-        classes=10,
-        steps=1000,
-        last=100,
-        training=10000,
-        trials=200,
-        sizes=8,
-    ),
-}
+    def works(self, device: torch.device, folder: Path) -> Works:
+        make = partial(small_problems.cases, self.data, self.data_dir, self.classes, self.log_decay)
+        measured = [partial(self._rows, seed, case) for seed in self.all_seeds() for case in make(seed)]
+        return [*measured, partial(orders.rows, self.sizes)]
 
+    def _contenders(self, case: Case, rate: float) -> Iterator[Contender]:
+        """Every method that needs no training of its own; ``rate`` is the step size of all that make steps."""
+        solvers: dict[str, br.Solver] = {f"Neumann, {n}": br.Neumann(n, rate) for n in self.terms}
+        solvers |= {f"conjugate gradient, {n}": br.ConjugateGradient(n, tolerance=0.0) for n in self.terms}
+        fisher = br.EmpiricalFisher(case.losses.example_losses, case.problem.hyper)
+        family = "implicit"
+        yield Contender("exact (Bengio)", family, br.Implicit(br.Exact()))
+        yield Contender("empirical Fisher (Larsen et al.)", family, br.Implicit(br.Exact(), fisher))
+        yield Contender("T1 − T2 (identity)", family, br.Implicit(br.Identity()))
+        for name, solver in solvers.items():
+            yield Contender(name, family, br.Implicit(solver))
+        yield Contender("recommended here", family, br.Implicit())
+        yield Contender("the same, sixth call", family, br.Implicit(), calls=5)
+        family, n, brief = "through the steps", self.steps, br.Forward(2, rate)
+        yield Contender("unrolled", family, br.Unrolled(n, rate), False)
+        yield Contender("truncated unrolled", family, br.Unrolled(n, rate, last=self.last), False)
+        yield Contender("DrMAD", family, br.Unrolled(n, rate, trajectory="interpolated"), False)
+        yield Contender("forward", family, br.Forward(n, rate), False, brief)
+        yield Contender("SAMA", "gradients alone", br.SAMA())
+        yield Contender("penalty", "gradients alone", br.Penalty(n, rate, 100.0, br.rules.SGD(0.9)))
 
-def run(config: Methods) -> Path:
-    """Run the experiment and return its folder."""
-    config.begin(("steps", "last", "training", "trials", "repeats"))
-    if config.device != "cpu":
-        raise ArgumentError(f"--device must be cpu, where memory is counted; got {config.device}.")
-    for name, holds, required in (
-        ("last", config.last <= config.steps, "at most --steps"),
-        ("terms", min(config.terms, default=0) >= 1, "numbers ≥ 1"),
-        ("classes", 2 <= config.classes <= 10, "from 2 to 10"),
-        ("sizes", 2 <= config.sizes <= 10, "from 2 to 10"),
-        ("log_decay", -14 < config.log_decay < 3, "between -14 and 3"),
-    ):
-        if not holds:
-            value = getattr(config, name)
-            raise ArgumentError(f"--{name.replace('_', '-')} must be {required}; got {value}.")
-    cases = [(seed, case) for seed in config.all_seeds() for case in accuracy.cases(config, seed)]
-    folder = config.out or Path("runs") / f"methods-{config.data}"
-    record = runs.Run(folder, "methods", config, figures=["methods.png", "orders.png"])
-    with tqdm(unit="row", dynamic_ncols=True) as bar:
-        for seed, case in cases:
-            for row in accuracy.rows(config, case, seed):
-                record.write(row)
-                bar.set_postfix_str(f"{case.name}, seed {seed}: {row['method']}", refresh=False)
-                bar.update()
-        for row in orders.rows(config.sizes):
-            record.write(row)
-            bar.set_postfix_str(f"memory against {row['grows']}: {row['method']}", refresh=False)
-            bar.update()
-    rows = runs.read_rows(folder)
-    draw(folder, runs.read_config(folder), rows)
-    table, growth = _table(rows), orders.slopes([row for row in rows if row["table"] == 2])
-    print("the growth of memory: slopes of its logarithm\n")
-    print(runs.table(growth), end="\n\n")
-    print("error, and time and memory in training gradients; trained: steps that were needed beforehand\n")
-    best = [row for row in table if row["method"] == "recommended here"]
-    headline = {f"cosine of the recommended, {row['problem']}": row["cosine"] for row in best}
-    here = {row["method"]: row["here"] for row in rows if row["table"] == 1}
-    record.finish(headline, table, config.seed, orders=growth, here=here)
-    return folder
+    def _rows(self, seed: int, case: Case) -> Iterator[Row]:
+        """A row for each method."""
+        problem = case.problem
+        optimizer = case.begun_adam(self.steps)  # for the method that looks at its state
+        rate = 1.0 / max(case.largest_curvature(weights) for weights in (case.initial, case.optimum))
+        case.put(case.optimum)
+        exact = _tree.flatten(br.hypergradient(problem, case.train, case.val, br.Implicit(br.Exact())).total)
+        unit = measuring.seconds({"": case.gradient}, 200)[""]
+        unit_bytes = measuring.peak_bytes(case.gradient)
 
+        def row(
+            method: str, family: str, found: Tensor, seconds: float, used: int | None, **more: Any
+        ) -> Row:
+            return {
+                **{"table": 1, "problem": case.name, "seed": seed, "method": method, "family": family},
+                "cosine": torch.cosine_similarity(found, exact, dim=0).item(),
+                "relative error": float((found - exact).norm() / exact.norm()),
+                "time": seconds / unit,
+                "memory": None if used is None else used / unit_bytes,
+                **more,
+            }
 
-def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means and deviations over seeds."""
-    of_methods = [row for row in rows if row["table"] == 1]
-    keys, values = ["problem", "method", "trained"], ["cosine", "relative error", "time", "memory"]
-    table = runs.mean_and_deviation(of_methods, keys, values)
-    return [{k: x for k, x in row.items() if k not in ("time ±", "memory ±")} for row in table]
+        for one in self._contenders(case, rate):
+            case.put(case.optimum if one.at_optimum else case.initial)
 
-
-def draw(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Path]:
-    """Error against time for each problem, and the growth of memory: from the rows alone."""
-    measured, grown = ([row for row in rows if row["table"] == number] for number in (1, 2))
-    return [_draw_errors(folder / "methods.png", measured), *(_draw_orders(folder, grown) if grown else [])]
-
-
-def _draw_errors(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A line for each method: how far its direction is from the exact one, its time and its memory."""
-    quantities = ["away", "time", "memory"]
-    rows = [row | {"away": max(1.0 - row["cosine"], _ROUNDING)} for row in rows]
-    table = runs.mean_and_deviation(rows, ["problem", "method", "family"], quantities)
-    problems, names = (list(dict.fromkeys(row[key] for row in table)) for key in ("problem", "method"))
-    with plots.panels(path, 1, 3, (9.6, 0.24 * len(names) + 1.4), sharey=True) as axes:
-        for panel, quantity in zip(axes[0], quantities, strict=True):
-            for problem, marker in zip(problems, "os", strict=False):
-                for family, colour in _COLOURS.items():
-                    of = [r for r in table if (r["problem"], r["family"]) == (problem, family)]
-                    of = [r for r in of if r[quantity] is not None]
-                    heights = [names.index(r["method"]) for r in of]
-                    fill = colour if marker == "o" else "white"
-                    style = {"color": colour, "markerfacecolor": fill, "markersize": 6}
-                    panel.plot([r[quantity] for r in of], heights, marker, **style)
-            panel.set_xscale("log")
-            plots.style(panel, _LABELS[quantity], "")
-        axes[0, 0].set_yticks(range(len(names)), names, fontsize=8)
-        axes[0, 0].invert_yaxis()
-        figure = axes[0, 0].figure
-        shapes = [
-            Line2D([], [], color="black", marker=m, markerfacecolor=f, linestyle="", label=problem)
-            for problem, m, f in zip(problems, "os", ("black", "white"), strict=False)
-        ]
-        kinds = [Line2D([], [], color=c, marker="o", linestyle="", label=n) for n, c in _COLOURS.items()]
-        figure.legend(handles=shapes + kinds, loc="outside lower center", ncols=7, frameon=False, fontsize=8)
-    return path
-
-
-def _draw_orders(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
-    """Memory against steps, weights and hyperparameters."""
-    path = folder / "orders.png"
-    with plots.panels(path, 1, 3, (10.2, 4.2), sharey=True) as axes:
-        for panel, quantity in zip(axes[0], orders.QUANTITIES, strict=True):
-            for number, name in enumerate(orders.METHODS):
-                of = [r for r in rows if (r["method"], r["grows"]) == (name, quantity)]
-                panel.plot(
-                    [r[quantity] for r in of],
-                    [r["MiB"] for r in of],
-                    ("o-", "s--", "^:")[number % 3],
-                    color=f"C{number}",
-                    label=name,
-                    markersize=3.5,
-                    linewidth=1.6,
+            def work(method: br.Method = one.method, calls: int = one.calls) -> Tensor:
+                if not calls:
+                    problem.forget(method)
+                return _tree.flatten(
+                    br.hypergradient(problem, case.train, case.val, method, weight_optimizer=optimizer).total
                 )
-            panel.set(xscale="log", yscale="log")
-            panel.set_xscale("log", base=2)
-            plots.style(panel, quantity, "peak memory [MiB]" if panel is axes[0, 0] else "")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure = axes[0, 0].figure
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return [path]
+
+            for _ in range(one.calls):
+                work()
+            measured = (
+                work(),
+                self._seconds(work),
+                measuring.peak_bytes(partial(work, one.brief or one.method)),
+            )
+            # The step size is another for each seed.
+            here = short(one.method).replace(f"={rate:.3g}", "=α")
+            yield row(one.paper, one.family, *measured, here=here, trained=0)
+        for paper, make in _HYPERNETWORKS.items():
+            case.put(case.optimum)
+            learned = self._learned(case, make)
+            here = f"Direct() of {type(make(problem)).__name__}"
+            yield row(paper, "learned response", *learned, here=here, trained=self.training)
+        for paper, sampler in _SEARCHES.items():
+            case.put(case.initial)
+            here = f"search(..., sampler={sampler!r}, trials={self.trials})"
+            found = row(paper, "search", *self._searched(case, sampler, seed), None, here=here, trained=0)
+            yield found | {"relative error": None}  # a direction has no size
+        case.put(case.initial)
+
+    def _learned(
+        self, case: Case, make: Callable[[br.Problem], br.hypernetworks.Hypernetwork]
+    ) -> tuple[Tensor, float, int]:
+        """The hypergradient of a hypernetwork trained around λ, a mean where it is random; its seconds and memory."""
+        network = make(case.problem)
+        inside = network.problem
+        weights = list(inside.weights.values())
+        optimizer = torch.optim.Adam(weights, 3e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.training)
+        for _ in range(self.training):
+            optimizer.zero_grad()
+            torch.autograd.backward(inside.train_loss(network, inside.hyper, case.train), inputs=weights)
+            optimizer.step()
+            schedule.step()
+        optimizer.zero_grad()
+
+        def work(seed: int = 0) -> Tensor:
+            total = br.hypergradient(inside, case.train, case.val, br.Direct(), seed).total
+            names = case.problem.hyperparameters
+            return _tree.flatten({n: total[n if n in total else f"hyper.{n}"] for n in names})
+
+        draws = range(100 if isinstance(network, br.hypernetworks.SelfTuning) else 1)
+        found = torch.stack([work(seed) for seed in draws]).mean(0)
+        return found, self._seconds(work), measuring.peak_bytes(work)
+
+    def _searched(self, case: Case, sampler: str, seed: int) -> tuple[Tensor, float]:
+        """The negative of the direction from λ to the best of the values tried around it; and the seconds."""
+        hyperparameters = case.problem.hyperparameters
+        middle = _tree.flatten(_tree.detached(hyperparameters))
+
+        def vector(values: Mapping[str, float]) -> Tensor:
+            return torch.tensor([values[str(i)] for i in range(len(middle))], dtype=middle.dtype)
+
+        def objective(values: Mapping[str, float]) -> float:
+            _tree.write_(hyperparameters, _tree.unflatten(vector(values), hyperparameters))
+            return case.solve()
+
+        space = {str(i): (x - 1.0, x + 1.0) for i, x in enumerate(middle.tolist())}
+        began = time.perf_counter()
+        try:
+            best = br.search(objective, space, sampler=sampler, trials=self.trials, seed=seed).values
+        finally:
+            _tree.write_(hyperparameters, _tree.unflatten(middle, hyperparameters))
+        return middle - vector(best), time.perf_counter() - began
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """The median of several times; what takes long is timed once."""
+        began = time.perf_counter()
+        work()
+        once = time.perf_counter() - began
+        return once if once > _LONG else measuring.seconds({"": work}, self.repeats)[""]
+
+    def table(self, rows: list[Row]) -> list[Row]:
+        """Means and deviations over seeds."""
+        table = super().table([row for row in rows if row["table"] == 1])
+        return [{k: x for k, x in row.items() if k not in ("time ±", "memory ±")} for row in table]
+
+    def headline(self, table: list[Row], rows: list[Row]) -> Row:
+        best = [row for row in table if row["method"] == "recommended here"]
+        return {f"cosine of the recommended, {row['problem']}": row["cosine"] for row in best}
+
+    def more(self, rows: list[Row]) -> Row:
+        here = {row["method"]: row["here"] for row in rows if row["table"] == 1}
+        return {"orders": orders.slopes([row for row in rows if row["table"] == 2]), "here": here}
+
+    def note(self, rows: list[Row]) -> str:
+        return (
+            "time and memory are in training gradients; trained: steps that were needed beforehand\n\n"
+            f"the growth of memory: slopes of its logarithm\n\n{_layout.table(self.more(rows)['orders'])}"
+        )
+
+    def draw(self, folder: Path, rows: list[Row]) -> None:
+        """Error against time for each problem, and the growth of memory: from the rows alone."""
+        _draw_errors(folder / self.figures[0], [row for row in rows if row["table"] == 1])
+        if grown := [row for row in rows if row["table"] == 2]:
+            orders.draw(folder / self.figures[1], grown)
+
+
+def _draw_errors(path: Path, rows: list[Row]) -> None:
+    """A line for each method: how far its direction is from the exact one, its time and its memory."""
+    rows = [row | {"away": max(1.0 - row["cosine"], _ROUNDING)} for row in rows]
+    table = runs.mean_and_deviation(rows, ["problem", "method", "family"], list(_LABELS))
+    problems, names = (list(dict.fromkeys(row[key] for row in table)) for key in ("problem", "method"))
+    looks = dict(zip(problems, ({"marker": "o"}, {"marker": "s", "markerfacecolor": "white"}), strict=False))
+    with plots.panels(path, 1, 3, (9.6, 0.24 * len(names) + 1.4), sharey=True) as ((*axes,),):
+        for panel, (quantity, label) in zip(axes, _LABELS.items(), strict=True):
+            for row in (row for row in table if row[quantity] is not None):
+                look = {"color": _COLOURS[row["family"]], **looks[row["problem"]]}
+                panel.plot([row[quantity]], [names.index(row["method"])], markersize=6, **look)
+            panel.set_xscale("log")
+            plots.style(panel, label, "")
+        axes[0].set_yticks(range(len(names)), names, fontsize=8)
+        axes[0].invert_yaxis()
+        kinds = {name: {"color": "black", **look} for name, look in looks.items()}
+        kinds |= {name: {"color": colour, "marker": "o"} for name, colour in _COLOURS.items()}
+        handles = [Line2D([], [], linestyle="", label=name, **look) for name, look in kinds.items()]
+        plots.legend_below(axes[0], 7, handles)
+
+
+def short(value: Any) -> str:
+    """A method as it would be written, without what is so by default."""
+    if not is_dataclass(value) or isinstance(value, type):
+        if isinstance(value, nn.Module):
+            return type(value).__name__
+        text = f"{value:.3g}" if isinstance(value, float) else repr(value)
+        return getattr(value, "__name__", text)
+    inside = []
+    for field in filter(lambda field: field.init, fields(value)):
+        text, first = short(getattr(value, field.name)), field is fields(value)[0]
+        usual = "False" if field.name == "warm_start" else short(field.default)
+        if text != usual or (first and isinstance(field.default, int)):
+            inside.append(text if first else f"{field.name}={text}")
+    return f"{type(value).__name__}({', '.join(inside)})"

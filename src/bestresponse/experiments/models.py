@@ -1,5 +1,6 @@
 """The networks of the paper's experiments with images, from 8×8 to 32×32."""
 
+import math
 from collections.abc import Callable
 
 import torch.nn.functional as F
@@ -11,11 +12,7 @@ Shape = tuple[int, int, int]
 
 
 def make(name: str, shape: Shape, classes: int) -> nn.Module:
-    """A network by name, for images of ``shape`` = (channels, height, width).
-
-    Raises:
-        ArgumentError: a convolutional network for images smaller than 28×28.
-    """
+    """A network by name, for images of (channels, height, width); the paper's convolutional ones need 28×28."""
     if name in ("lenet", "alexnet", "resnet44") and shape[1] < 28:
         raise ArgumentError(
             f"{name} needs images of 28×28 at least; got {shape[1]}×{shape[2]}. Use --data mnist or cifar10, "
@@ -26,12 +23,12 @@ def make(name: str, shape: Shape, classes: int) -> nn.Module:
 
 def linear(shape: Shape, classes: int) -> nn.Module:
     """Softmax regression."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(_pixels(shape), classes))
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
 
 
 def mlp(shape: Shape, classes: int) -> nn.Module:
     """One hidden layer as wide as the input, as in the paper's appendix."""
-    n = _pixels(shape)
+    n = math.prod(shape)
     return nn.Sequential(nn.Flatten(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, classes))
 
 
@@ -120,16 +117,6 @@ class _Block(nn.Module):
         return F.relu(y + shortcut)
 
 
-def _pixels(shape: Shape) -> int:
-    return shape[0] * shape[1] * shape[2]
-
-
 _MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
-    "linear": linear,
-    "mlp": mlp,
-    "lenet": lenet,
-    "alexnet": alexnet,
-    "resnet44": resnet44,
-    "resnet18": resnet18,
-    "resnet8": resnet8,
+    make.__name__: make for make in (linear, mlp, lenet, alexnet, resnet44, resnet18, resnet8)
 }

@@ -1,20 +1,21 @@
 """How memory grows with steps, weights and hyperparameters: the paper's table 2, measured."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..diagnostics import measuring
-from ..hypernetworks import Hypernetwork, LinearHypernetwork, SelfTuning
-from ..methods import Direct, Forward, Implicit, Method, Unrolled, hypergradient
-from ..problem import Problem
-from ..solvers import ConjugateGradient, Neumann
+import bestresponse as br
 
-Work = Callable[[Problem, int], object]
+from ..diagnostics import measuring
+from . import plots
+from .runs import Row
+
+Work = Callable[[br.Problem, int], object]
 
 _OUTPUTS = 8
 _RATE = 1e-3
@@ -37,7 +38,7 @@ class Groups(nn.Module):
         return penalty
 
 
-def problem_of(weights: int, hyperparameters: int) -> Problem:
+def problem_of(weights: int, hyperparameters: int) -> br.Problem:
     """Least squares on four examples, with as many weights and hyperparameters as wanted."""
     torch.manual_seed(0)
     x, y = torch.randn(4, weights // _OUTPUTS) / math.sqrt(weights), torch.randn(4, _OUTPUTS)
@@ -51,72 +52,67 @@ def problem_of(weights: int, hyperparameters: int) -> Problem:
         penalty: Tensor = hyper(model)
         return fit(model, hyper, batch) + penalty
 
-    return Problem(model, Groups(model.weight.numel(), hyperparameters), train, fit)
+    return br.Problem(model, Groups(model.weight.numel(), hyperparameters), train, fit)
 
 
-def _once(make: Callable[[int], Method]) -> Work:
-    return lambda problem, steps: hypergradient(problem, None, None, make(steps))
+def _once(make: Callable[[int], br.Method]) -> Work:
+    return lambda problem, steps: br.hypergradient(problem, None, None, make(steps))
 
 
-def _hypernetwork(make: Callable[[Problem], Hypernetwork], problem: Problem, steps: int) -> None:
+def _hypernetwork(make: Callable[[br.Problem], br.hypernetworks.Hypernetwork]) -> Work:
     """The network itself, a step of its parameters and a hypergradient."""
-    network = make(problem)
-    inside = network.problem
-    parameters: list[Tensor] = list(inside.weights.values())
-    gradients = torch.autograd.grad(inside.train_loss(network, inside.hyper, None), parameters)
-    with torch.no_grad():
-        torch._foreach_add_(parameters, gradients, alpha=-_RATE)
-    del gradients
-    hypergradient(inside, None, None, Direct())
+
+    def work(problem: br.Problem, steps: int) -> None:
+        network = make(problem)
+        inside = network.problem
+        parameters: list[Tensor] = list(inside.weights.values())
+        gradients = torch.autograd.grad(inside.train_loss(network, inside.hyper, None), parameters)
+        with torch.no_grad():
+            torch._foreach_add_(parameters, gradients, alpha=-_RATE)
+        del gradients
+        br.hypergradient(inside, None, None, br.Direct())
+
+    return work
 
 
 # The paper's name, what it says of the memory, and the work, in the order of the paper's table.
 METHODS: dict[str, tuple[str, Work]] = {
-    "unrolled": ("P I + H", _once(lambda steps: Unrolled(steps, _RATE))),
+    "unrolled": ("P I + H", _once(lambda n: br.Unrolled(n, _RATE))),
     "unrolled, a checkpoint every √I steps": (
         "",
-        _once(lambda steps: Unrolled(steps, _RATE, checkpoint_every=math.isqrt(steps))),
+        _once(lambda n: br.Unrolled(n, _RATE, checkpoint_every=math.isqrt(n))),
     ),
-    "truncated, the last two": ("", _once(lambda steps: Unrolled(steps, _RATE, last=2))),
-    "DrMAD": ("", _once(lambda steps: Unrolled(steps, _RATE, trajectory="interpolated"))),
-    "forward": ("P H", _once(lambda steps: Forward(steps, _RATE))),
-    "linear hypernetwork": ("P H", partial(_hypernetwork, LinearHypernetwork)),
-    "self-tuning network": ("(P + H) K", partial(_hypernetwork, SelfTuning)),
-    "Neumann, I terms": ("P + H", _once(lambda steps: Implicit(Neumann(steps, _RATE)))),
+    "truncated, the last two": ("", _once(lambda n: br.Unrolled(n, _RATE, last=2))),
+    "DrMAD": ("", _once(lambda n: br.Unrolled(n, _RATE, trajectory="interpolated"))),
+    "forward": ("P H", _once(lambda n: br.Forward(n, _RATE))),
+    "linear hypernetwork": ("P H", _hypernetwork(br.hypernetworks.LinearHypernetwork)),
+    "self-tuning network": ("(P + H) K", _hypernetwork(br.hypernetworks.SelfTuning)),
+    "Neumann, I terms": ("P + H", _once(lambda n: br.Implicit(br.Neumann(n, _RATE)))),
     "conjugate gradient, I steps": (
         "P + H",
-        _once(lambda steps: Implicit(ConjugateGradient(steps, tolerance=0.0))),
+        _once(lambda n: br.Implicit(br.ConjugateGradient(n, tolerance=0.0))),
     ),
 }
-QUANTITIES = {"steps I": "I", "weights P": "P", "hyperparameters H": "H"}
+_MIDDLE = {"steps I": 4, "weights P": 2**14, "hyperparameters H": 4}
 
 
-def ranges(longest: int) -> dict[str, list[dict[str, int]]]:
-    """The sizes to measure at: one of the three grows, and the two others stay."""
-    middle = {"steps I": 4, "weights P": 2**14, "hyperparameters H": 4}
-    factors = [2**power for power in range(longest)]
-    return {
-        quantity: [middle | {quantity: middle[quantity] * factor} for factor in factors]
-        for quantity in middle
-    }
-
-
-def rows(longest: int) -> Iterator[dict[str, Any]]:
-    """The peak memory of each method at each size, in MiB."""
-    for quantity, sizes in ranges(longest).items():
-        for size in sizes:
+def rows(longest: int) -> Iterator[Row]:
+    """The peak memory of each method, in MiB, at sizes of which one grows and the two others stay."""
+    for quantity in _MIDDLE:
+        for power in range(longest):
+            size = _MIDDLE | {quantity: _MIDDLE[quantity] * 2**power}
             for name, (_, work) in METHODS.items():
                 problem = problem_of(size["weights P"], size["hyperparameters H"])
                 used = measuring.peak_bytes(partial(work, problem, size["steps I"]))
                 yield {"table": 2, "method": name, "grows": quantity, **size, "MiB": used / 2**20}
 
 
-def slopes(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def slopes(measured: Sequence[Row]) -> list[Row]:
     """D log memory / d log size over the larger half of the sizes: 1 where memory is proportional to it."""
     table = []
     for name, (order, _) in METHODS.items():
-        row: dict[str, Any] = {"method": name, "the paper's order": order or "–"}
-        for quantity in QUANTITIES:
+        row: Row = {"method": name, "the paper's order": order or "–"}
+        for quantity in _MIDDLE:
             of = [r for r in measured if (r["method"], r["grows"]) == (name, quantity)]
             if len(of) > 1:
                 row[quantity] = round(_slope([(r[quantity], r["MiB"]) for r in of[len(of) // 2 - 1 :]]), 3)
@@ -128,3 +124,17 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
     x, y = (torch.tensor([math.log(value) for value in values]) for values in zip(*points, strict=True))
     x, y = x - x.mean(), y - y.mean()
     return float((x * y).sum() / x.square().sum())
+
+
+def draw(path: Path, measured: Sequence[Row]) -> None:
+    """Memory against steps, weights and hyperparameters."""
+    with plots.panels(path, 1, 3, (10.2, 4.2), sharey=True) as ((*axes,),):
+        for panel, quantity in zip(axes, _MIDDLE, strict=True):
+            for number, name in enumerate(METHODS):
+                of = [r for r in measured if (r["method"], r["grows"]) == (name, quantity)]
+                look: Row = {"color": f"C{number}", "label": name, "markersize": 3.5, "linewidth": 1.6}
+                plots.curve(panel, of, quantity, "MiB", ("o-", "s--", "^:")[number % 3], **look)
+            panel.set_yscale("log")
+            panel.set_xscale("log", base=2)
+            plots.style(panel, quantity, "peak memory [MiB]" if panel is axes[0] else "")
+        plots.legend_below(axes[0], 3)

@@ -1,6 +1,7 @@
 """How the figures look, and how they are saved."""
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,18 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 BLUE, RED, GREEN, ORANGE, PURPLE, GREY = "#2a6f97", "#c1442e", "#4c8c4a", "#d98c21", "#7a5195", "#4d4d4d"
+
+
+_SEVEN = (GREY, "#b8b8b8", ORANGE, GREEN, PURPLE, BLUE, RED)
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each of seven names at most."""
+    return dict(zip(names, _SEVEN, strict=False))
 
 
 @contextmanager
@@ -34,3 +44,37 @@ def style(axes: Axes, x: str, y: str, title: str = "") -> None:
     axes.grid(alpha=0.25)
     if title:
         axes.set_title(title, fontsize=10)
+
+
+def legend_below(axes: Axes, columns: int, handles: Sequence[Artist] = (), size: int = 8) -> None:
+    """One legend for all panels, under them: by default what the labels of these axes say."""
+    handles = handles or axes.get_legend_handles_labels()[0]
+    axes.figure.legend(
+        handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=size
+    )
+
+
+def curve(
+    axes: Axes,
+    rows: Iterable[Mapping[str, Any]],
+    x: str,
+    y: str,
+    line: str = "-",
+    scale: float = 1.0,
+    band: Callable[[Sequence[float]], tuple[float, float]] | None = None,
+    **look: Any,
+) -> None:
+    """The mean of y over the rows with one x, against x; ``band`` has its lower and upper edge for several values.
+
+    Rows without y are left out; ``scale`` is of y, ``line`` is matplotlib's format, and ``look`` goes to its ``plot``.
+    """
+    values: dict[float, list[float]] = {}
+    for row in rows:
+        if row.get(y) is not None:
+            values.setdefault(row[x], []).append(scale * row[y])
+    at = sorted(values)
+    axes.plot(at, [statistics.fmean(values[place]) for place in at], line, **{"linewidth": 1.8, **look})
+    several = [place for place in at if len(values[place]) > 1]
+    if band is not None and several:
+        low, high = zip(*(band(values[place]) for place in several), strict=True)
+        axes.fill_between(several, low, high, color=look["color"], alpha=0.2, linewidth=0)

@@ -13,5 +13,10 @@ def train_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
 
 def val_loss(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
     """Mean squared error of the model's only output."""
+    return example_losses(model, decay, batch).mean()
+
+
+def example_losses(model: nn.Module, decay: nn.Module, batch: Batch) -> Tensor:
+    """The squared error of each example."""
     error: Tensor = model(batch[0]).squeeze(1) - batch[1]
-    return error.square().mean()
+    return error.square()

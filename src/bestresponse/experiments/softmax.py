@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..problem import Problem
-from ..solvers import ConjugateGradient
+import bestresponse as br
+
+from .minimise import minimise
 
 _NEWTON_STEPS = 50
 _PRECISION = 1e-9
@@ -29,7 +30,7 @@ class ExactSoftmax:
         self.gradient_norm = float("nan")
         self._last: Tensor | None = None
 
-    def __call__(self, problem: Problem, batch: object) -> None:
+    def __call__(self, problem: br.Problem, batch: object) -> None:
         inputs, targets = problem.hyper()
         layer = problem.model
         assert isinstance(layer, nn.Linear)
@@ -57,7 +58,7 @@ def loss(x: Tensor, targets: Tensor, w: Tensor, penalty: float) -> Tensor:
 
 def _newton(z: Tensor, targets: Tensor, penalty: float, v: Tensor) -> tuple[Tensor, float]:
     """V [C, N] with logits z Vᵀ, by Newton steps whose systems conjugate gradient solves."""
-    solver = ConjugateGradient(max_steps=500, tolerance=1e-3)
+    solver = br.ConjugateGradient(max_steps=500, tolerance=1e-3)
 
     for _ in range(_NEWTON_STEPS):
         p = (z @ v.T).softmax(dim=1)
@@ -83,20 +84,9 @@ def fit(
     """W [C, D + 1] from zero by L-BFGS, and the norm of its gradient: for many examples, and to check the other."""
     x = extended(inputs)
     w = x.new_zeros(classes, x.shape[1]).requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        [w], max_iter=steps, tolerance_grad=1e-9, tolerance_change=0.0, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        value = loss(x, targets, w, penalty)
-        value.backward()  # type: ignore[no-untyped-call]
-        return value.item()
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    closure()
-    assert w.grad is not None
-    return w.detach(), float(w.grad.norm())
+    until = {"tolerance_grad": 1e-9, "tolerance_change": 0.0}
+    gradient_norm = minimise(lambda: loss(x, targets, w, penalty), [w], steps, **until)
+    return w.detach(), gradient_norm
 
 
 def accuracy(w: Tensor, inputs: Tensor, labels: Tensor) -> float:

