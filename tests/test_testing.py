@@ -107,3 +107,25 @@ def test_a_solver_declares_what_it_wants():
     assert br.solvers.SOBA(fresh_batches=True).wants == br.solvers.Wants(fresh_batches=True, start="required")
     assert br.Exact().wants == br.solvers.Wants()
     assert math.isclose(br.ConjugateGradient(tolerance=0.1).relative_residual, 0.1)
+
+
+def test_a_subclass_with_another_value_has_no_known_curvature():
+    class Thrice(WeightDecay):
+        def forward(self, model):
+            return 3.0 * super().forward(model)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    decay = Thrice(model, initial=0.1)
+    fit = lambda m, h, b: (m(b[0]) - b[1]).square().mean()  # noqa: E731
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
+    train, val = [(torch.randn(20, 4), torch.randn(20, 1)) for _ in range(2)]
+    predict, loss = lambda m, h, b: m(b[0]), lambda o, b: (o - b[1]).square().mean()
+    results = [
+        br.hypergradient(problem, train, val, br.Implicit(br.Exact(), kind(predict, loss, rest)))
+        for kind in (br.GaussNewton, br.KFAC)
+        for rest in (decay, lambda m, h, b: h(m))
+    ]
+    for one, other in (results[:2], results[2:]):
+        for name, x in other.total.items():
+            torch.testing.assert_close(one.total[name], x, rtol=1e-9, atol=1e-14)

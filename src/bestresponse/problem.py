@@ -13,7 +13,7 @@ from . import _tree, passes
 from ._tree import Tree
 from .distributed import refuse_several_processes
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
-from .hyperparameters import KnownCurvature
+from .hyperparameters.protocol import KnownCurvature, knows_its_curvature
 from .memory import MethodState, settings_of
 from .parameters import split
 from .passes.substitution import Loss
@@ -175,7 +175,9 @@ class Problem:
         A module that adds a term to the training loss can provide the diagonal of its Hessian as
         ``curvature_diagonal(model) -> dict of tensors by weight``. It serves as a preconditioner and is not part of A.
         """
-        known: list[KnownCurvature] = [m for m in self.hyper.modules() if isinstance(m, KnownCurvature)]
+        known: list[KnownCurvature] = [
+            m for m in self.hyper.modules() if isinstance(m, KnownCurvature) and knows_its_curvature(m)
+        ]
         if not known:
             return None
         total = _tree.zeros_like({n: self.weights[n] for n in names})

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._tree import Tree
 from ..errors import ArgumentTypeError, EvaluationError, require_parameters
-from ..hyperparameters.protocol import KnownCurvature, KnownMixedTerm, mixed_term_of
+from ..hyperparameters.protocol import KnownCurvature, KnownMixedTerm, knows_its_curvature, mixed_term_of
 from ..passes import graph
 from ..passes.checked_loss import checked_loss, refuse_not_finite
 from ..problem import Passes
@@ -163,7 +163,7 @@ def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple
     if rest is None:
         return passes.train_loss(batch) - fitted, None
     if isinstance(rest, KnownCurvature):
-        diagonal = dict(rest.curvature_diagonal(problem.model))
+        diagonal = dict(rest.curvature_diagonal(problem.model)) if knows_its_curvature(rest) else None
         return rest(problem.model), diagonal
     value = rest(problem.model, problem.hyper, batch)
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None

@@ -72,6 +72,21 @@ class Kinked(Protocol):
         ...
 
 
+def knows_its_curvature(term: Any) -> bool:
+    """Whether a term provides its curvature, for the value that it has.
+
+    A subclass that overrides ``forward`` and inherits ``curvature_diagonal`` has the curvature of another value.
+    """
+    if not isinstance(term, KnownCurvature):
+        return False
+    for kind in type(term).__mro__:
+        if "curvature_diagonal" in vars(kind):
+            return True
+        if "forward" in vars(kind) or "__call__" in vars(kind):
+            return False
+    return True
+
+
 def mixed_term_of(term: Any) -> KnownMixedTerm | None:
     """The term itself if its own class knows its mixed term.
 
