@@ -69,7 +69,7 @@ class BestResponse(Experiment):
                 marked["best response"] * (1.0 - (1.0 - marked["best response"]) * reach),
                 marked["validation loss"] + marked["hypergradient"] * reach,
             )
-            text = f"slope: the br.hypergradient, {marked['hypergradient']:.3f}".replace("-", "−")
+            text = f"slope: the hypergradient, {marked['hypergradient']:.3f}".replace("-", "−")
             axes[0, 1].plot(*tangent, color=plots.RED, linewidth=2.2, zorder=3, label=text)
             for panel in axes[0]:
                 panel.legend(

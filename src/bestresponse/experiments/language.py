@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import bestresponse as br
+
 from ..hyperparameters import ConcreteDropout, DropConnect
 
 Batch = tuple[Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
 State = list[Pair]
+
+_PATIENCE = 5
 
 
 class Regulariser(nn.Module):
@@ -154,3 +158,29 @@ def perplexity(model: LanguageModel, batches: list[Batch]) -> float:
         count += following.numel()
     model.train(was)
     return math.exp(min(total / count, 700.0))
+
+
+class Falling:
+    """A quarter of the learning rate where validation is worse than the best of all but the last five measurements."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+
+    def __call__(self, tuner: br.Tuner) -> None:
+        value = tuner.history[-1].get("val_perplexity")
+        if value is None:
+            return
+        if len(self._seen) > _PATIENCE and value > min(self._seen[:-_PATIENCE]):
+            assert isinstance(tuner.weight_optimizer, torch.optim.Optimizer)
+            for group in tuner.weight_optimizer.param_groups:
+                group["lr"] /= 4.0
+            self._seen = []
+        self._seen.append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measurements since the rate fell."""
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a `state_dict`."""
+        self._seen = list(state["seen"])

@@ -15,7 +15,7 @@ import bestresponse as br
 from . import language, plots, runs, text
 from .cells import Cell
 from .experiment import Count, Number, Positive, Repeated, Row
-from .language import LanguageModel, Regulariser
+from .language import Falling, LanguageModel, Regulariser
 from .text import Corpus
 
 RowName = Literal[
@@ -31,7 +31,6 @@ _COLOURS = plots.colours(get_args(RowName))
 _SAMPLERS = {"grid search": "grid", "random search": "random", "Bayesian optimisation": "tpe"}
 # Bayesian optimisation begins with random trials, which should be others than those of random search.
 _APART = {"random": 0, "tpe": 1_000_000}
-_PATIENCE = 5
 
 
 class LSTM(Repeated):
@@ -275,32 +274,6 @@ class LSTM(Repeated):
                         plots.curve(panel, history[name], "seconds", f"{key}_perplexity", **look)
                 plots.style(panel, "seconds", "" if panel is axes[1] else "perplexity", title)
             plots.legend_below(axes[0], 4)
-
-
-class Falling:
-    """A quarter of the learning rate where validation is worse than the best of all but the last five measurements."""
-
-    def __init__(self) -> None:
-        self._seen: list[float] = []
-
-    def __call__(self, tuner: br.Tuner) -> None:
-        value = tuner.history[-1].get("val_perplexity")
-        if value is None:
-            return
-        if len(self._seen) > _PATIENCE and value > min(self._seen[:-_PATIENCE]):
-            assert isinstance(tuner.weight_optimizer, torch.optim.Optimizer)
-            for group in tuner.weight_optimizer.param_groups:
-                group["lr"] /= 4.0
-            self._seen = []
-        self._seen.append(value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The measurements since the rate fell."""
-        return {"seen": self._seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict`."""
-        self._seen = list(state["seen"])
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 
 import bestresponse as br
 
-from . import cost, data, models, plots
+from . import cost, data, models, plots, runs
 from .classification import Batch, error, output_loss, predict, train_loss, val_loss
 from .experiment import Count, Experiment, LogDecay, Number, Positive, Row, Works
 
@@ -133,10 +133,11 @@ class Overfit(Experiment):
                 tuner.fit([train], [val], max(0, self.steps - tuner.hyper_step))
             except KeyboardInterrupt:
                 interrupted = True
-                made = f"{tuner.hyper_step} of {self.steps} hyper-steps"
-                print(f"\ninterrupted after {made}; every row before is written")
 
         tuned_bytes = cost.peak_bytes(device, tune)
+        written = len(runs.read_rows(folder)) if (folder / "metrics.jsonl").is_file() else 0
+        if interrupted:
+            print(f"\ninterrupted after {written} of {self.steps} hyper-steps; every row before is written")
         problem.model.eval()
         names = ("train error", "validation error", "test error")
         row: Row = {name: error(problem.model, batch) for name, batch in zip(names, batches, strict=True)}
@@ -145,7 +146,7 @@ class Overfit(Experiment):
         row["time / plain"] = pace.ratio()
         if tuned_bytes is not None and plain_bytes is not None and plain_bytes > _SMALL:
             row["memory / plain"] = tuned_bytes / plain_bytes
-        yield row | {"interrupted": interrupted, "hyper_steps": tuner.hyper_step}
+        yield row | {"interrupted": interrupted, "hyper_steps": written}
 
     def table(self, rows: list[Row]) -> list[Row]:
         return [{name: value for name, value in row.items() if name not in _ENDED} for row in rows]
