@@ -1,9 +1,12 @@
-"""Text that fits the terminal: paragraphs, and tables that become blocks where they are too wide."""
+"""Text that fits the terminal: paragraphs, and tables that become blocks of lines where they are too wide."""
 
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
+
+_LEAST = 24  # columns for a text that is folded inside a table
 
 
 def width() -> int:
@@ -11,46 +14,48 @@ def width() -> int:
     return max(20, shutil.get_terminal_size((100, 24)).columns)
 
 
-def fold(text: str, first: str = "", following: str = "") -> str:
-    """A paragraph in lines that fit; ``first`` stands before its first line, ``following`` before each other one."""
-    if len(following) > width() // 3:  # no room beside it
-        following = "  "
-    return textwrap.fill(
-        text, width(), initial_indent=first, subsequent_indent=following, break_on_hyphens=False
-    )
+def fold(text: str, following: str = "") -> str:
+    """A paragraph as lines that fit, with ``following`` before each but the first."""
+    return textwrap.fill(text, width(), subsequent_indent=following, break_on_hyphens=False)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as aligned text with their keys as columns; a block of lines "key: value" each where that is too wide."""
+    """Rows as aligned text, their keys as columns.
+
+    Where that is wider than the terminal, keys and the longest texts are folded. Where that is still too wide, each row
+    is a block of lines "key: value".
+    """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    texts = [any(isinstance(row.get(column), str) for row in rows) for column in columns]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    if sum(widths) + 2 * (len(widths) - 1) > width():
-        return _blocks(columns, cells)
-    lefts = [any(isinstance(row.get(column), str) for row in rows) for column in columns]
-    rule = ["─" * width for width in widths]
-    return "\n".join(_line(line, widths, lefts) for line in (columns, rule, *cells))
+    if _excess(widths) > 0:  # fold the keys
+        words = [max(column.split(), key=len) for column in columns]
+        widths = [max(map(len, column)) for column in zip(words, *cells, strict=True)]
+    if (excess := _excess(widths)) > 0 and any(texts):  # and the longest text
+        longest = max(range(len(columns)), key=lambda i: widths[i] * texts[i])
+        widths[longest] = min(widths[longest], max(_LEAST, widths[longest] - excess))
+    if _excess(widths) > 0:
+        pairs = [[(key, value) for key, value in zip(columns, row, strict=True) if value] for row in cells]
+        return "\n\n".join("\n".join(fold(f"{key}: {value}", "    ") for key, value in row) for row in pairs)
+    lines = [_line(row, widths, texts) for row in (columns, ["─" * w for w in widths], *cells)]
+    return "\n".join(lines)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], lefts: Sequence[bool]) -> str:
-    padded = [
-        cell.ljust(width) if left else cell.rjust(width)
-        for cell, width, left in zip(cells, widths, lefts, strict=True)
-    ]
-    return "  ".join(padded).rstrip()
+def _excess(widths: Sequence[int]) -> int:
+    """How many columns too wide a table is."""
+    return sum(widths) + 2 * (len(widths) - 1) - width()
 
 
-def _blocks(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Each row as lines, one for each of its cells."""
-    blocks = []
-    for row in rows:
-        lines = [
-            fold(f"{key}: {value}", following="    ")
-            for key, value in zip(columns, row, strict=True)
-            if value
-        ]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+def _line(cells: Sequence[str], widths: Sequence[int], texts: Sequence[bool]) -> str:
+    """A row of the table, in several lines where cells are folded."""
+    parts = [textwrap.wrap(c, w, break_on_hyphens=False) for c, w in zip(cells, widths, strict=True)]
+    lines = []
+    for line in zip_longest(*parts, fillvalue=""):
+        triples = zip(line, widths, texts, strict=True)
+        padded = (cell.ljust(w) if text else cell.rjust(w) for cell, w, text in triples)
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def _cell(value: Any) -> str:

@@ -11,18 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from . import _layout
 from .diagnostics import check
 from .errors import Error
 
-_USAGE = """\
-usage: bestresponse reproduce NAME [options]   run an experiment of the paper
-       bestresponse plot FOLDER                draw the figures of a run again, from what it has written
-       bestresponse check MODULE:FUNCTION      is a problem of yours ready to be tuned, and by which method
-       bestresponse reproduce NAME --help      every option with its default
-       bestresponse --version
-
-experiments:
-{names}"""
+_COMMANDS = {
+    "bestresponse reproduce NAME [options]": "run an experiment of the paper",
+    "bestresponse reproduce NAME --help": "every option with its default",
+    "bestresponse plot FOLDER": "draw the figures of a run again, from what it has written",
+    "bestresponse check MODULE:FUNCTION": "is a problem of yours ready to be tuned, and by which method",
+    "bestresponse --version": "",
+}
 
 
 @dataclass
@@ -128,11 +127,9 @@ def _run(words: list[str]) -> int:
             "Run: pip install 'bestresponse[experiments]'"
         ) from error
     experiments = catalogue.EXPERIMENTS
-    usage = _USAGE.format(
-        names="\n".join(
-            f"  {name:16} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in experiments.items()
-        )
-    )
+    about = {name: (kind.__doc__ or "").splitlines()[0] for name, kind in experiments.items()}
+    names = [_layout.fold(f"  {name:16} {text}", " " * 19) for name, text in about.items()]
+    usage = "\n".join([_usage(), "", "experiments:", *names])
     match words:
         case ["reproduce", name, *rest] if name in experiments:
             kind = experiments[name]
@@ -158,6 +155,11 @@ def _run(words: list[str]) -> int:
             print(f"{usage}\n\nbestresponse: no such command: {' '.join(words[:2])}", file=sys.stderr)
             return 2
     return 0
+
+
+def _usage() -> str:
+    lines = [_layout.fold(f"  {command:38} {text}".rstrip(), " " * 8) for command, text in _COMMANDS.items()]
+    return "\n".join(["usage:", *lines])
 
 
 def _preset(words: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import _tree
+from .. import _layout, _tree
 from ..errors import ArgumentTypeError, require_integer
 from ..methods import Method
 from ..methods.base import require_method
@@ -54,17 +54,12 @@ class Check:
         return plain
 
     def __str__(self) -> str:
-        lines = [self.problem, ""]
+        lines = [_layout.fold(self.problem), ""]
         for f in self.findings:
-            head = f"{_MARKS[f.level]}  {f.topic}: "
-            lines.append(
-                textwrap.fill(
-                    f.text, 110, initial_indent=head, subsequent_indent=" " * 9, break_on_hyphens=False
-                )
-            )
+            lines.append(_layout.fold(f"{_MARKS[f.level]}  {f.topic}: {f.text}", " " * 9))
         if self.rows:
             lines += ["", *_table(self.rows, self.retraining)]
-        lines += ["", textwrap.fill("To begin with: " + self.recommendation, 110, break_on_hyphens=False)]
+        lines += ["", _layout.fold("To begin with: " + self.recommendation)]
         return "\n".join(lines)
 
 
@@ -155,26 +150,20 @@ def _finite(value: Any) -> Any:
 
 
 def _table(rows: tuple[Row, ...], retraining: Retraining | None) -> list[str]:
-    head = ("method", "slope", "of re-training", "cosine", "products", "time", "memory", "solve")
-    cells: list[tuple[str, ...]] = [head]
-    for r in rows:
-        share = (
-            ""
-            if retraining is None or r.slope is None or not retraining.slope
-            else r.slope / retraining.slope
-        )
-        cells.append(
-            (
-                r.method,
-                *(_short(x) for x in (r.slope, share, r.cosine, r.products, r.seconds, r.memory)),
-                textwrap.shorten(r.said, 40, placeholder=" …"),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for first, *middle, last in cells:
-        numbers = [x.rjust(w) for x, w in zip(middle, widths[1:-1], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *numbers, last]).rstrip())
+    slope = retraining.slope if retraining is not None else None
+    cells = [
+        {
+            "method": r.method,
+            "slope": r.slope,
+            "of re-training": r.slope / slope if slope and r.slope is not None else None,
+            "cosine": r.cosine,
+            "products": r.products,
+            "time": r.seconds,
+            "memory": r.memory,
+            "solve": textwrap.shorten(r.said, 40, placeholder=" …"),
+        }
+        for r in rows
+    ]
     note = (
         "Slope: along the reference hypergradient (conjugate gradient, 50 steps). Time and memory in training "
         "gradients."
@@ -183,8 +172,4 @@ def _table(rows: tuple[Row, ...], retraining: Retraining | None) -> list[str]:
         note += (
             f" Training again for {retraining.steps} steps: {retraining.slope:.4g} ± {retraining.error:.1g}."
         )
-    return [*lines, textwrap.fill(note, 110, break_on_hyphens=False)]
-
-
-def _short(x: Any) -> str:
-    return "" if x is None or x == "" else str(x) if isinstance(x, int) else f"{x:.3g}"
+    return [_layout.table(cells), "", _layout.fold(note)]

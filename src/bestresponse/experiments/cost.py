@@ -11,8 +11,8 @@ import torch
 import bestresponse as br
 
 NOTE = (
-    "time / plain: CPU time of a weight step, with its share of the hyper-steps, in units of a step of plain training; "
-    "plain steps, on a copy, took turns with the run. On a GPU it is elapsed time."
+    "time / plain: the CPU time of a weight step with its share of the hyper-steps, divided by that of a step of plain "
+    "training. Steps of both kinds took turns during the run. On a GPU it is elapsed time."
 )
 
 

@@ -5,16 +5,17 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform, get_args, get_type_hints
 
 import torch
 import tyro
-from tqdm.auto import tqdm
 
 from .. import _layout
 from ..errors import ArgumentError
+from ..runs.progress import Bar
 from . import runs
 from .runs import Row as Row
 
@@ -103,7 +104,8 @@ class Experiment(_Declared, ABC):
     def of_preset(cls, preset: str) -> Self:
         """The options that a preset stands for."""
         words = {"smoke": "", "cpu": cls.cpu, "paper": cls.paper}.get(preset, "")
-        return tyro.cli(cls, args=["--preset", preset, *shlex.split(words)])
+        prog = f"bestresponse reproduce {cls.name}"
+        return tyro.cli(cls, prog=prog, args=["--preset", preset, *shlex.split(words)])
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -190,9 +192,13 @@ def run(experiment: Experiment) -> Path:
 
 
 def _rows(experiment: Experiment, works: Works, folder: Path) -> Iterator[Row]:
-    for work in tqdm(works, disable=not experiment.counted):
-        for row in work():
-            yield row if experiment.writes_history else runs.add(folder, row)
+    """The rows of all works, one after the other."""
+    with closing(Bar(len(works), "work", shown=experiment.counted)) as bar:
+        for work in works:
+            for row in work():
+                yield row if experiment.writes_history else runs.add(folder, row)
+                bar.advance(0, ", ".join(f"{key} {row[key]}" for key in experiment.by if key in row))
+            bar.advance()
 
 
 def draw(folder: Path, kind: type[Experiment]) -> list[Path]:

@@ -238,10 +238,9 @@ class Methods(Repeated):
         return {"orders": orders.slopes([row for row in rows if row["table"] == 2]), "here": here}
 
     def note(self, rows: list[Row]) -> str:
-        return (
-            "time and memory are in training gradients; trained: steps that were needed beforehand\n\n"
-            f"the growth of memory: slopes of its logarithm\n\n{_layout.table(self.more(rows)['orders'])}"
-        )
+        units = "time and memory are in training gradients; trained: steps that were needed beforehand"
+        growth = "the growth of memory: slopes of its logarithm"
+        return "\n\n".join([_layout.fold(units), growth, _layout.table(self.more(rows)["orders"])])
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
         """Error against time for each problem, and the growth of memory: from the rows alone."""

@@ -12,6 +12,7 @@ from torch import nn
 
 import bestresponse as br
 
+from .. import _layout
 from . import cost, data, models, plots, runs
 from .classification import Batch, error, output_loss, predict, train_loss, val_loss
 from .experiment import Count, Experiment, LogDecay, Number, Positive, Row, Works
@@ -38,8 +39,8 @@ class Overfit(Experiment):
 
     With as many hyperparameters as weights, gradient descent on 50 validation examples reaches 100 % on
     them, as training does on its own 50, while the test error stays far higher (the paper's section 5.2,
-    figure 5). The table's last columns compare this run's time for a weight step (hyper-steps included) and
-    its peak memory with those of plain training.
+    figure 5). The table's last columns compare this run's CPU time for a weight step (hyper-steps included)
+    and its peak memory with those of plain training.
     """
 
     name = "overfit"
@@ -158,7 +159,7 @@ class Overfit(Experiment):
         return {name: rows[0][name] for name in _ENDED}
 
     def note(self, rows: list[Row]) -> str:
-        return cost.NOTE
+        return _layout.fold(cost.NOTE)
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
         """Training, validation and test error against hyper-steps: the paper's figure 5."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from .. import _layout
 from ..errors import ArgumentError
 from . import cost, data, experiment, plots, runs
 from .experiment import Count, LogDecay, Positive, Repeated, Row, Works
@@ -58,7 +59,7 @@ class OverfitAll(Repeated):
         return {"largest validation error": max(row["validation error"] for row in table)}
 
     def note(self, rows: list[Row]) -> str:
-        return cost.NOTE
+        return _layout.fold(cost.NOTE)
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
         """The error curves of the first seed's runs, a panel each: data sets down, networks across."""

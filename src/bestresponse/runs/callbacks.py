@@ -12,38 +12,10 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import torch
-from tqdm.auto import tqdm
 
 from ..errors import ArgumentError, require_integer
+from .progress import Progress as Progress
 from .run import Run
-
-
-class Progress:
-    """A progress bar with both losses, the hypergradient's norm, and the time left."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
-
-    def __call__(self, tuner: Run) -> None:
-        if self._bar is None:
-            begun = tuner.hyper_step - 1
-            self._bar = tqdm(
-                total=tuner.last_hyper_step, initial=begun, unit="hyper-step", dynamic_ncols=True
-            )
-        row = tuner.history[-1]
-        shown = {
-            "train": f"{row['train_loss']:.3g}",
-            "val": f"{row['val_loss']:.3g}",
-            "|dL/dλ|": f"{row['hypergradient_norm']:.2g}",
-        }
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update()
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 class Evaluate:

@@ -1,0 +1,75 @@
+"""How far a run has come: a bar in a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from .run import Run
+
+_SECONDS = 30.0
+
+
+class Bar:
+    """A progress bar in a terminal or a notebook; elsewhere a line every ten per cent, or after thirty seconds.
+
+    Args:
+        total: how many there are.
+        unit: what they are.
+        begun: how many were done before.
+        shown: whether anything is shown at all.
+    """
+
+    def __init__(self, total: int, unit: str, begun: int = 0, shown: bool = True) -> None:
+        self._total, self._unit, self._done, self._shown = total, unit, begun, shown
+        self._began = self._last = time.monotonic()
+        self._text = ""
+        self._bar: tqdm[Any] | None = None
+        if shown and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+            self._bar = tqdm(total=total, initial=begun, unit=unit, dynamic_ncols=True)
+
+    def advance(self, number: int = 1, text: str | None = None) -> None:
+        """So many more are done; the text stands beside the bar, from now on."""
+        tenth, self._done = self._tenth(), self._done + number
+        self._text = self._text if text is None else text
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._text, refresh=False)
+            self._bar.update(number)
+        elif self._shown and (self._tenth() > tenth or now - self._last >= _SECONDS):
+            self._last = now
+            made = f"{self._done} of {self._total} {self._unit}s, {now - self._began:.0f} s"
+            print(f"{made}: {self._text}" if self._text else made, file=sys.stderr, flush=True)
+
+    def _tenth(self) -> int:
+        return 10 * self._done // max(1, self._total)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Progress:
+    """A callback that shows both losses, the norm of the hypergradient and, in a terminal, the time left.
+
+    In a terminal or a notebook it is a bar. Elsewhere it writes a line every ten per cent of the hyper-steps, or after
+    thirty seconds, to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Bar | None = None
+
+    def __call__(self, tuner: Run) -> None:
+        if self._bar is None:
+            self._bar = Bar(tuner.last_hyper_step, "hyper-step", tuner.hyper_step - 1)
+        row = tuner.history[-1]
+        losses = f"train={row['train_loss']:.3g}, val={row['val_loss']:.3g}"
+        self._bar.advance(text=f"{losses}, |dL/dλ|={row['hypergradient_norm']:.2g}")
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
