@@ -21,6 +21,7 @@ LAYERS = [
     ["testing"],
     ["experiments"],
     ["cli"],
+    ["__main__"],
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p != SOURCE / "__init__.py")
