@@ -327,7 +327,8 @@ def test_a_folder_that_is_used_again_keeps_nothing_of_the_earlier_run(tmp_path, 
 def test_a_damaged_run_is_run_again(content, tmp_path):
     out = tmp_path / "run"
     reproduce("overfit-all", *SMALL["overfit-all"], "--out", out)
-    (out / "digits-linear-0" / "result.json").write_text(content, encoding="utf-8")
+    (out / "digits-linear-0" / "row.json").write_text(content, encoding="utf-8")
+    (out / "digits-linear-0" / "result.json").unlink()
     assert reproduce("overfit-all", *SMALL["overfit-all"], "--out", out) == 0
     assert result_of(out / "digits-linear-0")["rows"]
 

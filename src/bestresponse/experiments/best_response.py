@@ -52,7 +52,9 @@ class BestResponse(Experiment):
             ("validation loss", _val, "$L_V$(w*(λ), λ)"),
         )
         look = {"projection": "3d", "computed_zorder": False}
-        with plots.panels(folder / self.figures[0], 1, 2, (10.0, 4.6), subplot_kw=look) as axes:
+        path = folder / self.figures[0]
+        # The products of 3D axes now and then report invalid numbers that BLAS leaves in lanes that nobody reads.
+        with np.errstate(all="ignore"), plots.panels(path, 1, 2, (10.0, 4.6), subplot_kw=look) as axes:
             for panel, (name, loss, label) in zip(axes[0], surfaces, strict=True):
                 height = loss(weights, places).numpy()
                 panel.plot_surface(*grid, height, cmap="GnBu", alpha=0.6, linewidth=0, zorder=0)

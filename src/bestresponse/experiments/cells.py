@@ -15,7 +15,7 @@ from .experiment import Experiment
 from .runs import Row
 
 # The result first: without it a kill in between leaves a row that is run anew.
-_STATE = ("result.json", "run.pt", "metrics.jsonl", "search.db", "images.safetensors")
+_STATE = ("row.json", "run.pt", "metrics.jsonl", "search.db", "images.safetensors")
 # Options that do not change a row.
 _ASIDE = ("preset", "seeds", "rows", "threads", "out", "data_dir", "save_every")
 
@@ -39,9 +39,9 @@ class Cell:
 
     def __call__(self) -> Iterator[Row]:
         """The row, run now or before."""
-        path, settings = self.folder / "result.json", self._settings()
+        path, settings = self.folder / "row.json", self._settings()
         ended = runs.read_json(path)
-        if ended is None or ended.get("settings") != settings:
+        if not isinstance(ended, dict) or ended.get("settings") != settings:
             if runs.read_json(self.folder / "settings.json") != settings:
                 for name in _STATE:
                     (self.folder / name).unlink(missing_ok=True)

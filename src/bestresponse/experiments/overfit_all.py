@@ -1,6 +1,5 @@
 """The overfitting experiment for every network and data set: the paper's figure 5 and its appendix, as one panel."""
 
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from itertools import product
@@ -10,8 +9,8 @@ from typing import Literal
 import torch
 
 from .. import _layout
-from ..errors import ArgumentError
 from . import cost, data, experiment, plots, runs
+from .cells import Cell
 from .experiment import Count, LogDecay, Positive, Repeated, Row, Works
 from .overfit import Overfit, draw_errors
 
@@ -48,12 +47,18 @@ class OverfitAll(Repeated):
         names = {field.name for field in fields(Overfit)} & {field.name for field in fields(self)}
         shared = {name: getattr(self, name) for name in names - {"preset"}}
         shared["data_dir"] = data.folder_of(self.data_dir)
-        works = []
-        for images, model, seed in product(self.data, self.model, self.all_seeds()):
-            out = folder / f"{images}-{model}-{seed}"
-            own = {"data": images, "model": model, "seed": seed, "out": out}
-            works.append(partial(_row, Overfit(**{**shared, **own}), out))
-        return works
+
+        def row(images: str, model: str, cell: Cell) -> Row:
+            own = {"data": images, "model": model, "seed": cell.seed, "out": cell.folder}
+            experiment.run(Overfit(**{**shared, **own}))
+            result = runs.read_json(cell.folder / "result.json")
+            return {"data": images, "model": model, **result["rows"][0], "seconds": result["seconds"]}
+
+        aside = ("data", "model")  # the row's name has them
+        return [
+            Cell(self, f"{images}-{model}", seed, folder, partial(row, images, model), aside)
+            for images, model, seed in product(self.data, self.model, self.all_seeds())
+        ]
 
     def headline(self, table: list[Row], rows: list[Row]) -> Row:
         return {"largest validation error": max(row["validation error"] for row in table)}
@@ -71,26 +76,3 @@ class OverfitAll(Repeated):
                 draw_errors(panel, runs.read_rows(folder / row["folder"]), f"{row['model']}, {row['data']}")
                 panel.label_outer()
             axes[0, 0].legend(frameon=False, fontsize=8)
-
-
-def _row(cell: Overfit, folder: Path) -> Iterator[Row]:
-    """The row of a run, made now or before."""
-    if (result := _ended(cell, folder)) is None:
-        experiment.run(cell)
-        result = _ended(cell, folder)
-    if result is None:
-        raise ArgumentError(f"{folder} must hold a result; it has none. Was it taken away meanwhile?")
-    labels = {"data": cell.data, "model": cell.model, "seed": cell.seed, "folder": folder.name}
-    yield {**labels, **result["rows"][0], "seconds": result["seconds"]}
-
-
-def _ended(cell: Overfit, folder: Path) -> Row | None:
-    """The result of a run of the same options that has ended, if there is one."""
-    result, config = (runs.read_json(folder / name) for name in ("result.json", "config.json"))
-    expected = {"experiment": cell.name, **runs.as_json(cell)}
-    try:
-        ended: bool = result["interrupted"] is False and bool(result["rows"])
-        same = all(config.get(key) == value for key, value in expected.items() if key != "threads")
-    except (AttributeError, KeyError, TypeError):  # a damaged folder is one that has not ended
-        return None
-    return result if ended and same else None
