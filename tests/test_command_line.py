@@ -2,9 +2,11 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,16 @@ def test_the_package_is_the_command():
     done = command("--version")
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, br.__version__, "")
     assert command("reproduce", "nothing").returncode == 2
+
+
+@pytest.mark.parametrize("name", catalogue.EXPERIMENTS)
+def test_every_option_has_its_help(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce", name, "--help"])
+    words = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert all(f"--{field.name.replace('_', '-')}" in words for field in fields(catalogue.EXPERIMENTS[name]))
+    assert not re.findall(r"\S+ (?:[A-Z]+|\S*[\]}]|--no-\S+) \(default", words)
 
 
 @pytest.mark.parametrize("name", catalogue.EXPERIMENTS)

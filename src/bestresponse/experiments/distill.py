@@ -52,8 +52,7 @@ class Distill(Repeated):
     """Adam's learning rate for the pixels, in units of the data's deviation; it falls to zero along a cosine."""
     penalty: NotNegative = 0.0  # The classifier's ℓ2 penalty; 0 means 0.01, and 0.1 for CIFAR.
     solver_steps: Count = 60  # Conjugate-gradient steps of each hypergradient, from the last solution.
-    start: Literal["means", "noise"] = "means"
-    """The images to begin with: the means of each class, or noise."""
+    start: Literal["means", "noise"] = "means"  # The images to begin with: the means of each class, or noise.
     smoothness: NotNegative = 0.0
     """The weight of the images' mean squared difference between neighbouring pixels in the validation loss."""
     closeness: NotNegative = 0.5

@@ -86,10 +86,8 @@ class Experiment(_Declared, ABC):
     preset: Preset = "smoke"
     """Where the other options begin: smoke takes under a minute and no data files, and shows that all runs, no more;
     cpu takes minutes on two cores with real data (augment and lstm an hour); paper is the paper's whole setting."""
-    seed: int = 0
-    """The first seed. It draws the examples and the initial weights."""
-    device: str = "cpu"
-    """Where to compute: cpu, cuda, ..."""
+    seed: int = 0  # The first seed. It draws the examples and the initial weights.
+    device: str = "cpu"  # Where to compute: cpu, cuda, ...
     threads: Number = 1
     """Processor threads for torch; 0 leaves torch's choice. For networks as small as those of smoke, a second one
     costs more than it gives."""
@@ -157,8 +155,7 @@ class Experiment(_Declared, ABC):
 class Repeated(Experiment):
     """An experiment that takes several seeds."""
 
-    seeds: Count = 1
-    """How many seeds to run; the table has the mean and the standard deviation over them."""
+    seeds: Count = 1  # How many seeds to run; the table has the mean and the standard deviation over them.
 
     def all_seeds(self) -> Sequence[int]:
         return range(self.seed, self.seed + self.seeds)

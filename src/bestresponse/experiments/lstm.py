@@ -63,16 +63,14 @@ class LSTM(Repeated):
     budget: Count = 600  # In training gradients, for each row.
     rows: tuple[RowName, ...] = get_args(RowName)  # The rows of the table.
     weight_steps: Count = 10  # Weight steps before each hyper-step.
-    weight_rate: Positive = (
-        20.0  # SGD's learning rate, which falls by four where validation stops to improve.
-    )
+    weight_rate: Positive = 20.0
+    """SGD's learning rate, which falls by four where validation stops to improve."""
     clip: Positive = 0.25  # The largest norm of a gradient.
     hyper_rate: Positive = 0.05
     """Adam's learning rate for logits of the rates and logarithms of the penalties."""
     terms: Number = 0  # Neumann terms of the hypergradient; 0 is the identity (T1 − T2).
     initial_rate: float = 0.5  # Of dropout, everywhere.
-    trials: Count = 16
-    """Of a search. The budget is shared by them and by a training under the best values."""
+    trials: Count = 16  # Of a search. The budget is shared by them and by a training under the best values.
     hyper_cost: Positive = 4.0  # Training gradients that a hyper-step takes as long as.
     response_cost: Positive = 1.4
     """Training gradients that a step of the self-tuning network takes as long as."""
