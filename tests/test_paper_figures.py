@@ -72,7 +72,10 @@ def test_every_experiment_but_the_tested_elsewhere_is_here():
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
-def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(name, tmp_path, capsys):
+def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(
+    name, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "250")
     out = tmp_path / "run"
     seeds = () if name in ("best-response", "shapes", "methods") else ("--seeds", 2)
     assert reproduce(name, *SMALL[name], *seeds, "--out", out) == 0

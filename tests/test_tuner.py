@@ -383,5 +383,5 @@ def test_progress_shows_both_losses_and_the_norm(capsys):
     tuner, train, val = make(callbacks=[callbacks.Progress()])
     tuner.fit(train, val, 3)
     shown = capsys.readouterr().err
-    assert "3/3" in shown
+    assert "3 of 3 hyper-steps" in shown
     assert all(word in shown for word in ("train=", "val=", "|dL/dλ|="))
