@@ -96,26 +96,11 @@ class Distill(Repeated):
             method = br.Unrolled(self.inner_steps, lambda tuned: tuned.rate())
         optimizer = torch.optim.Adam(tuned.parameters(), self.pixel_rate)
 
-        def test_accuracy() -> float:
-            """Of the present classifier; where a learned rate starts from zero each time, of one after its steps."""
-            if not self.learned_rate:
-                return accuracy(model, test)
-            inputs, targets = (part.detach() for part in tuned())
-            return softmax.accuracy(tuned.recipe().train(inputs, targets, images.classes)[0], *test)
-
         def measure(*_: nn.Module) -> dict[str, float]:
-            return {"test_accuracy": test_accuracy(), "inner_gradient_norm": exact.gradient_norm}
+            found = tuned.test_accuracy(model, test)
+            return {"test_accuracy": found, "inner_gradient_norm": exact.gradient_norm}
 
-        def keep(tuner: br.Tuner) -> None:
-            """Some of the images of the first ten classes, for the strip."""
-            tuner.history[-1]["seed"] = seed
-            if tuner.hyper_step == self.steps or tuner.hyper_step % max(1, round(self.steps / _STRIP)) == 0:
-                snapshots[str(tuner.hyper_step)] = first_ten()
-
-        def first_ten() -> Tensor:
-            return tuned.distilled.inputs.detach()[: 10 * self.per_class].cpu().clone()
-
-        snapshots = {"0": first_ten()}
+        keep = _Snapshots(tuned, seed)
         tuner = br.Tuner(
             br.Problem(model, tuned, _train_loss, _val_loss),
             _set_to_zero if self.learned_rate else exact,
@@ -133,12 +118,12 @@ class Distill(Repeated):
         tuner.fit([None], [val], self.steps)
         place = folder if seed == self.seed else folder / f"seed-{seed}"
         place.mkdir(exist_ok=True)
-        save_file(snapshots, place / "snapshots.safetensors")
+        save_file(keep.snapshots, place / "snapshots.safetensors")
         distilled_set.save(place, tuned(), tuned.recipe(), self.data, images)
         w, gradient_norm = distilled_set.train_on(place)
         anew = softmax.accuracy(w, images.x_test, images.y_test)
         yield _row("distilled, trained anew", anew, gradient_norm)
-        yield _row("distilled, as it ran along", test_accuracy())
+        yield _row("distilled, as it ran along", tuned.test_accuracy(model, test))
 
     def _first_images(self, seed: int, images: Images) -> tuple[Tensor, Tensor]:
         """The images to begin with and their labels, class by class.
@@ -217,11 +202,36 @@ class _Tuned(nn.Module):
         assert self.log_rate is not None
         return self.log_rate.exp()
 
+    def first_ten(self) -> Tensor:
+        """The images of the first ten classes."""
+        return self.distilled.inputs.detach()[: 10 * self.config.per_class].cpu().clone()
+
     def recipe(self) -> Recipe:
         """How a classifier is to be trained on the data as they are."""
         if self.log_rate is None:
             return Recipe(self.penalty)
         return Recipe(self.penalty, self.config.inner_steps, self.rate().item())
+
+    def test_accuracy(self, model: nn.Module, test: Batch) -> float:
+        """Of the present classifier; where a learned rate starts from zero each time, of one after its steps."""
+        if self.log_rate is None:
+            return accuracy(model, test)
+        inputs, targets = (part.detach() for part in self())
+        w, _ = self.recipe().train(inputs, targets, int(model.get_parameter("bias").numel()))
+        return softmax.accuracy(w, *test)
+
+
+class _Snapshots:
+    """A callback that keeps images of the first ten classes now and then, and puts the seed into the history."""
+
+    def __init__(self, tuned: _Tuned, seed: int) -> None:
+        self._tuned, self._seed, self.snapshots = tuned, seed, {"0": tuned.first_ten()}
+
+    def __call__(self, tuner: br.Tuner) -> None:
+        step, steps = tuner.hyper_step, self._tuned.config.steps
+        tuner.history[-1]["seed"] = self._seed
+        if step == steps or step % max(1, round(steps / _STRIP)) == 0:
+            self.snapshots[str(step)] = self._tuned.first_ten()
 
 
 def _train_loss(model: nn.Module, tuned: _Tuned, batch: None) -> Tensor:

@@ -94,7 +94,7 @@ class Methods(Repeated):
 
     def works(self, device: torch.device, folder: Path) -> Works:
         make = partial(small_problems.cases, self.data, self.data_dir, self.classes, self.log_decay)
-        measured = [partial(self._rows, seed, case) for seed in self.all_seeds() for case in make(seed)]
+        measured = [partial(self._rows, case) for seed in self.all_seeds() for case in make(seed)]
         return [*measured, partial(orders.rows, self.sizes)]
 
     def _contenders(self, case: Case, rate: float) -> Iterator[Contender]:
@@ -118,28 +118,12 @@ class Methods(Repeated):
         yield Contender("SAMA", "gradients alone", br.SAMA())
         yield Contender("penalty", "gradients alone", br.Penalty(n, rate, 100.0, br.rules.SGD(0.9)))
 
-    def _rows(self, seed: int, case: Case) -> Iterator[Row]:
+    def _rows(self, case: Case) -> Iterator[Row]:
         """A row for each method."""
         problem = case.problem
         optimizer = case.begun_adam(self.steps)  # for the method that looks at its state
         rate = 1.0 / max(case.largest_curvature(weights) for weights in (case.initial, case.optimum))
-        case.put(case.optimum)
-        exact = _tree.flatten(br.hypergradient(problem, case.train, case.val, br.Implicit(br.Exact())).total)
-        unit = measuring.seconds({"": case.gradient}, 200)[""]
-        unit_bytes = measuring.peak_bytes(case.gradient)
-
-        def row(
-            method: str, family: str, found: Tensor, seconds: float, used: int | None, **more: Any
-        ) -> Row:
-            return {
-                **{"table": 1, "problem": case.name, "seed": seed, "method": method, "family": family},
-                "cosine": torch.cosine_similarity(found, exact, dim=0).item(),
-                "relative error": float((found - exact).norm() / exact.norm()),
-                "time": seconds / unit,
-                "memory": None if used is None else used / unit_bytes,
-                **more,
-            }
-
+        row = partial(_row, case)
         for one in self._contenders(case, rate):
             case.put(case.optimum if one.at_optimum else case.initial)
 
@@ -168,7 +152,7 @@ class Methods(Repeated):
         for paper, sampler in _SEARCHES.items():
             case.put(case.initial)
             here = f"search(..., sampler={sampler!r}, trials={self.trials})"
-            found = row(paper, "search", *self._searched(case, sampler, seed), None, here=here, trained=0)
+            found = row(paper, "search", *self._searched(case, sampler), None, here=here, trained=0)
             yield found | {"relative error": None}  # a direction has no size
         case.put(case.initial)
 
@@ -197,7 +181,7 @@ class Methods(Repeated):
         found = torch.stack([work(seed) for seed in draws]).mean(0)
         return found, self._seconds(work), measuring.peak_bytes(work)
 
-    def _searched(self, case: Case, sampler: str, seed: int) -> tuple[Tensor, float]:
+    def _searched(self, case: Case, sampler: str) -> tuple[Tensor, float]:
         """The negative of the direction from λ to the best of the values tried around it; and the seconds."""
         hyperparameters = case.problem.hyperparameters
         middle = _tree.flatten(_tree.detached(hyperparameters))
@@ -212,7 +196,7 @@ class Methods(Repeated):
         space = {str(i): (x - 1.0, x + 1.0) for i, x in enumerate(middle.tolist())}
         began = time.perf_counter()
         try:
-            best = br.search(objective, space, sampler=sampler, trials=self.trials, seed=seed).values
+            best = br.search(objective, space, sampler=sampler, trials=self.trials, seed=case.seed).values
         finally:
             _tree.write_(hyperparameters, _tree.unflatten(middle, hyperparameters))
         return middle - vector(best), time.perf_counter() - began
@@ -247,6 +231,20 @@ class Methods(Repeated):
         _draw_errors(folder / self.figures[0], [row for row in rows if row["table"] == 1])
         if grown := [row for row in rows if row["table"] == 2]:
             orders.draw(folder / self.figures[1], grown)
+
+
+def _row(
+    case: Case, method: str, family: str, found: Tensor, seconds: float, used: int | None, **more: Any
+) -> Row:
+    unit, unit_bytes = case.units
+    return {
+        **{"table": 1, "problem": case.name, "seed": case.seed, "method": method, "family": family},
+        "cosine": torch.cosine_similarity(found, case.exact, dim=0).item(),
+        "relative error": float((found - case.exact).norm() / case.exact.norm()),
+        "time": seconds / unit,
+        "memory": None if used is None else used / unit_bytes,
+        **more,
+    }
 
 
 def _draw_errors(path: Path, rows: list[Row]) -> None:

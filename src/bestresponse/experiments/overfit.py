@@ -1,7 +1,7 @@
 """Overfit a small validation set by tuning a weight decay for every weight: the paper's section 5.2."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,6 @@ METHODS: dict[str, Callable[[int, float, nn.Module], br.Method]] = {
     "identity": lambda terms, scale, decay: br.Implicit(br.Identity()),
     "unrolled": lambda terms, scale, decay: br.Unrolled(terms, scale),
 }
-_CURVE_IMAGES = 1_000
 _MEASURED = ("train_error", "val_error", "test_error")
 _SMALL = 16 * 2**20  # bytes; less cannot be told from noise
 _ENDED = ("interrupted", "hyper_steps")
@@ -101,12 +100,8 @@ class Overfit(Experiment):
         pace = cost.Pace(copy, plain, train, max(1, self.steps // 50))
         plain_bytes = cost.peak_bytes(device, lambda: pace.steps(3))
         problem = make()
-
-        def measure(model: nn.Module, _: nn.Module) -> dict[str, float]:
-            """Errors; the test set's on its first images, which is enough for a curve."""
-            first = test[0][:_CURVE_IMAGES], test[1][:_CURVE_IMAGES]
-            return {k: error(model, b) for k, b in zip(_MEASURED, (train, val, first), strict=True)}
-
+        # The first test images are enough for a curve.
+        shown = {"train_error": train, "val_error": val, "test_error": (test[0][:1000], test[1][:1000])}
         tuner = br.Tuner(
             problem,
             torch.optim.Adam(problem.weights.values(), self.weight_rate),
@@ -116,7 +111,7 @@ class Overfit(Experiment):
             seed=self.seed,
             callbacks=[
                 pace,
-                br.callbacks.Evaluate(measure, max(1, self.steps // 50)),
+                br.callbacks.Evaluate(lambda model, _: _errors(model, shown), max(1, self.steps // 50)),
                 br.callbacks.JSONLines(folder / "metrics.jsonl"),
                 br.callbacks.Progress(),
                 pace.begin,
@@ -140,8 +135,7 @@ class Overfit(Experiment):
         if interrupted:
             print(f"\ninterrupted after {written} of {self.steps} hyper-steps; every row before is written")
         problem.model.eval()
-        names = ("train error", "validation error", "test error")
-        row: Row = {name: error(problem.model, batch) for name, batch in zip(names, batches, strict=True)}
+        row: Row = _errors(problem.model, {"train error": train, "validation error": val, "test error": test})
         row["weights"] = sum(w.numel() for w in problem.weights.values())
         row["hyperparameters"] = sum(p.numel() for p in problem.hyperparameters.values())
         row["time / plain"] = pace.ratio()
@@ -168,6 +162,10 @@ class Overfit(Experiment):
         with plots.panels(folder / self.figures[0]) as ((axes,),):
             draw_errors(axes, rows, f"{self.model} on {self.data}, a weight decay for each weight")
             axes.legend(frameon=False)
+
+
+def _errors(model: nn.Module, batches: Mapping[str, Batch]) -> dict[str, float]:
+    return {name: error(model, batch) for name, batch in batches.items()}
 
 
 def draw_errors(axes: Axes, rows: list[Row], title: str) -> None:

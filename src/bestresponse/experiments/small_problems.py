@@ -13,6 +13,7 @@ import bestresponse as br
 
 from .. import _tree
 from .._tree import Tree
+from ..diagnostics import measuring
 from ..solvers.direct import dense
 from . import classification, data, regression
 
@@ -25,6 +26,7 @@ class Case:
     """A problem with its batches, the module of its losses, and the weights to begin with."""
 
     name: str
+    seed: int
     problem: br.Problem
     train: tuple[Tensor, Tensor]
     val: tuple[Tensor, Tensor]
@@ -37,6 +39,19 @@ class Case:
         self.put(self.initial)
         self.solve()
         return _tree.copy(self.problem.weights)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The hypergradient at the optimum, flat."""
+        self.put(self.optimum)
+        return _tree.flatten(
+            br.hypergradient(self.problem, self.train, self.val, br.Implicit(br.Exact())).total
+        )
+
+    @cached_property
+    def units(self) -> tuple[float, int]:
+        """Seconds and bytes of a training gradient."""
+        return measuring.seconds({"": self.gradient}, 200)[""], measuring.peak_bytes(self.gradient)
 
     def put(self, weights: Tree) -> None:
         """Set the weights."""
@@ -73,7 +88,7 @@ class Case:
             w.add_(step[name], alpha=factor)
 
     def gradient(self) -> Sequence[Tensor]:
-        """One training gradient: the unit of time and memory."""
+        """One training gradient."""
         problem = self.problem
         loss = problem.train_loss(problem.model, problem.hyper, self.train)
         return torch.autograd.grad(loss, list(problem.weights.values()))
@@ -114,5 +129,5 @@ def cases(table: str, data_dir: Any, classes: int, log_decay: float, seed: int) 
         model = nn.Linear(x.shape[1], outputs, dtype=torch.float64)
         decay = br.hyperparameters.WeightDecay(model, initial=math.exp(log_decay))
         problem = br.Problem(model, decay, losses.train_loss, losses.val_loss)
-        made.append(Case(name, problem, train, val, losses, _tree.copy(problem.weights)))
+        made.append(Case(name, seed, problem, train, val, losses, _tree.copy(problem.weights)))
     return made
