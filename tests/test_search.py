@@ -672,7 +672,7 @@ def test_connections_are_closed(tmp_path):
         "from bestresponse.search import SearchResult",
         "import importlib; importlib.import_module('bestresponse.search')",
         "import importlib, sys, bestresponse; importlib.reload(sys.modules['bestresponse.search'])",
-        "import bestresponse.experiments.lstm_rows",
+        "import bestresponse.experiments.lstm",
     ],
 )
 def test_the_function_has_its_name_whatever_is_imported(imports):
