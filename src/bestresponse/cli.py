@@ -19,7 +19,7 @@ _COMMANDS = {
     "bestresponse reproduce NAME [options]": "run an experiment of the paper",
     "bestresponse reproduce NAME --help": "every option with its default",
     "bestresponse plot FOLDER": "draw the figures of a run again, from what it has written",
-    "bestresponse check MODULE:FUNCTION": "is a problem of yours ready to be tuned, and by which method",
+    "bestresponse check MODULE:FUNCTION": "is your problem ready, and which method suits it",
     "bestresponse --version": "",
 }
 

@@ -13,7 +13,7 @@ from . import _tree, passes
 from ._tree import Tree
 from .distributed import refuse_several_processes
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
-from .hyperparameters.protocol import KnownCurvature, knows_its_curvature
+from .hyperparameters.protocol import knows_its_curvature
 from .memory import MethodState, settings_of
 from .parameters import split
 from .passes.substitution import Loss
@@ -169,15 +169,11 @@ class Problem:
             warnings.warn(message, BestResponseWarning, stacklevel=3)
 
     def curvature_diagonal(self, names: Iterable[str]) -> Tree | None:
-        """The part of the curvature's diagonal that the modules in ``hyper`` know, by weight; None if they know
-        nothing.
+        """The part of the curvature's diagonal that modules in ``hyper`` know, by weight; None if none knows any.
 
-        A module that adds a term to the training loss can provide the diagonal of its Hessian as
-        ``curvature_diagonal(model) -> dict of tensors by weight``. It serves as a preconditioner and is not part of A.
+        They provide it as ``hyperparameters.KnownCurvature``. It serves as a preconditioner and is not part of A.
         """
-        known: list[KnownCurvature] = [
-            m for m in self.hyper.modules() if isinstance(m, KnownCurvature) and knows_its_curvature(m)
-        ]
+        known = [m for m in self.hyper.modules() if knows_its_curvature(m)]
         if not known:
             return None
         total = _tree.zeros_like({n: self.weights[n] for n in names})

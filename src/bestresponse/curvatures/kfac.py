@@ -15,7 +15,7 @@ from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
 from ..errors import named, require_integer
-from ..hyperparameters.protocol import KnownCurvature, knows_its_curvature
+from ..hyperparameters.protocol import knows_its_curvature
 from ..passes import graph
 from ..problem import Passes, Problem
 from ..solvers.system import Preconditioner, Product
@@ -92,7 +92,7 @@ class KFAC(Curvature):
         assert total is not None
         with torch.no_grad():
             rest: Tree = {}
-            if isinstance(self.rest, KnownCurvature) and knows_its_curvature(self.rest):
+            if knows_its_curvature(self.rest):
                 rest = dict(self.rest.curvature_diagonal(problem.model))
             return _Inverse(total, rest)
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._tree import Tree
 from ..errors import ArgumentTypeError, EvaluationError, require_parameters
-from ..hyperparameters.protocol import KnownCurvature, KnownMixedTerm, knows_its_curvature, mixed_term_of
+from ..hyperparameters.protocol import KnownCurvature, knows_its_curvature, knows_its_mixed_term
 from ..passes import graph
 from ..passes.checked_loss import checked_loss, refuse_not_finite
 from ..problem import Passes
@@ -69,7 +69,7 @@ class SplitLinearisation(Linearisation):
         problem = passes.problem
         self._owner = type(curvature).__name__
         self._hyperparameters, self._model = problem.hyperparameters, problem.model
-        self._term = mixed_term_of(curvature.rest)
+        self._term = curvature.rest
         if curvature.rest is None:
             self.detail = "rest by difference: each product costs one Hessian product more; give rest"
         passes.replay()
@@ -131,8 +131,8 @@ class SplitLinearisation(Linearisation):
 
     def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """The rest's part, from the module if the module knows it."""
-        if isinstance(self._term, nn.Module) and isinstance(self._term, KnownMixedTerm):
-            rates = dict(self._term.named_parameters())
+        rates = dict(self._term.named_parameters()) if isinstance(self._term, nn.Module) else {}
+        if rates and knows_its_mixed_term(self._term):
             known = {id(rates[n]): x for n, x in self._term.mixed_product(self._model, v).items()}
             return [known.get(id(p)) for p in inputs]
         self._rest = self._rest or self._gradient(self._rest_loss)

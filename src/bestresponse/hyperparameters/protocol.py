@@ -11,11 +11,11 @@ module can provide more through methods. Each of them is a protocol here:
 | `KnownMixedTerm` | ``mixed_product(model, v)`` besides the former | ``rest``, for the mixed term |
 | `Kinked` | ``rates_at_zero(model)`` | `Tuner` and `orthant_wise`, around each step of the weights |
 
-`testing.check_hyperparameters(module, model)` checks those that a module provides, by differences.
+`testing.check_hyperparameters(module, model)` checks those that a module provides, against derivatives of its value.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -72,26 +72,32 @@ class Kinked(Protocol):
         ...
 
 
-def knows_its_curvature(term: Any) -> bool:
+def knows_its_curvature(term: object) -> TypeGuard[KnownCurvature]:
     """Whether a term provides its curvature, for the value that it has.
 
-    A subclass that overrides ``forward`` and inherits ``curvature_diagonal`` has the curvature of another value.
+    A subclass that overrides ``forward`` and inherits ``curvature_diagonal`` has the curvature of another value. An
+    object that forwards ``curvature_diagonal`` to another one, as a wrapper does, is trusted.
     """
-    if not isinstance(term, KnownCurvature):
-        return False
-    for kind in type(term).__mro__:
-        if "curvature_diagonal" in vars(kind):
-            return True
-        if "forward" in vars(kind) or "__call__" in vars(kind):
-            return False
-    return True
+    return isinstance(term, KnownCurvature) and _follows(term, "curvature_diagonal", "forward")
 
 
-def mixed_term_of(term: Any) -> KnownMixedTerm | None:
-    """The term itself if its own class knows its mixed term.
+def knows_its_mixed_term(term: object) -> TypeGuard[KnownMixedTerm]:
+    """Whether the class of a term provides its mixed term, for the value and the curvature that it has."""
+    return (
+        isinstance(term, KnownMixedTerm)
+        and _depth(term, "mixed_product") < len(type(term).__mro__)
+        and _follows(term, "mixed_product", "forward")
+        and _follows(term, "mixed_product", "curvature_diagonal")
+    )
 
-    A class that inherits ``mixed_product`` may have changed only the value or the curvature, and thereby the mixed
-    term.
-    """
-    own = vars(type(term)).keys() >= {"forward", "curvature_diagonal", "mixed_product"}
-    return term if own and isinstance(term, KnownMixedTerm) else None
+
+def _follows(term: object, method: str, other: str) -> bool:
+    """Whether no subclass overrides ``other`` and inherits ``method``, which depends on it."""
+    depth = _depth(term, method)
+    return depth == len(type(term).__mro__) or depth <= _depth(term, other)
+
+
+def _depth(term: object, method: str) -> int:
+    """How far up the base classes a method is defined; their number if no class defines it."""
+    bases = type(term).__mro__
+    return next((depth for depth, kind in enumerate(bases) if method in vars(kind)), len(bases))

@@ -49,6 +49,19 @@ class Method(ABC):
         return None
 
 
+class CurvatureMethod(Method):
+    """A method with a curvature, which decides how often the training loss is differentiated, and has a state."""
+
+    curvature: Curvature
+
+    @property
+    def twice(self) -> bool:
+        return self.curvature.twice
+
+    def parts_that_remember(self) -> Mapping[str, object]:
+        return {"curvature": self.curvature}
+
+
 def hypergradient(
     problem: Problem,
     train_batch: Any,

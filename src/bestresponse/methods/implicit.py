@@ -1,7 +1,7 @@
 """The hypergradient: Algorithm 2 of the paper."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,14 +18,14 @@ from ..problem import Passes
 from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Status
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import Method, combine, validation_gradient
+from .base import CurvatureMethod, combine, validation_gradient
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .singular import singular_operation
 
 
 @dataclass(frozen=True, eq=False)
-class Implicit(Method):
+class Implicit(CurvatureMethod):
     """The implicit function theorem: Algorithm 2 of the paper, with any solver and any curvature.
 
         v₁ = ∂L_V/∂w,   v₂ = A⁻¹ v₁,   dL_V/dλ = ∂L_V/∂λ − v₂ · ∂²L_T/∂w∂λ
@@ -71,13 +71,6 @@ class Implicit(Method):
                 f"{self.solver!r} estimates the solution from zero, and from a warm start would tend to "
                 "the solution of its first batch; got warm_start=True. Use solvers.SOBA(fresh_batches=True)."
             )
-
-    @property
-    def twice(self) -> bool:
-        return self.curvature.twice
-
-    def parts_that_remember(self) -> Mapping[str, object]:
-        return {"curvature": self.curvature}
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem, read = passes.problem, Reading(passes, train_batch)

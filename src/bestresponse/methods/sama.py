@@ -1,6 +1,6 @@
 """T₁ − T₂ for weights that an adaptive optimiser trains."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import Method, combine, validation_gradient
+from .base import CurvatureMethod, combine, validation_gradient
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import Rule, like
@@ -23,7 +23,7 @@ from .trajectory import Trajectory
 
 
 @dataclass(frozen=True, eq=False)
-class SAMA(Method):
+class SAMA(CurvatureMethod):
     """T₁ − T₂ through an adaptive optimiser: the diagonal D of its step's derivative replaces A⁻¹.
 
         D = ∂u/∂g at g = ∂L_T/∂w,   dL_V/dλ ≈ ∂L_V/∂λ − (D ∂L_V/∂w) · ∂²L_T/∂w∂λ
@@ -57,13 +57,6 @@ class SAMA(Method):
                 f"SAMA.rule must be an update rule, such as rules.Adam(); got {self.rule!r}."
             )
         require_curvature("SAMA", self.curvature)
-
-    @property
-    def twice(self) -> bool:
-        return self.curvature.twice
-
-    def parts_that_remember(self) -> Mapping[str, object]:
-        return {"curvature": self.curvature}
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem, read = passes.problem, Reading(passes, train_batch)

@@ -1,13 +1,10 @@
 """Solvers that stop at a tolerance."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from .._tree import Tree
 from ..errors import ArgumentError, require, require_integer, require_number
 from .base import Solver
-from .system import Preconditioner, Product, Solution
 
 # The relative residual to stop at, or a function of the number of solves before this one.
 Tolerance = float | Callable[[int], float]
@@ -31,32 +28,19 @@ class Iterative(Solver):
             require_number(f"{name}.tolerance", self.tolerance)
             require(self.tolerance >= 0, f"{name}.tolerance", "≥ 0", self.tolerance)
 
-    def solve(
-        self,
-        A: Product,
-        b: Tree,
-        *,
-        start: Tree | None = None,
-        memory: Mapping[str, Any] | None = None,
-        diagonal: Tree | None = None,
-        preconditioner: Preconditioner | None = None,
-    ) -> Solution:
-        given: dict[str, Any] = {"start": start, "diagonal": diagonal, "preconditioner": preconditioner}
+    def present(self, number: int) -> Solver:
         if not callable(self.tolerance):
-            return super().solve(A, b, memory=memory, **given)
-        left = dict(memory or {})
-        number = left.pop("solves", 0)
+            return self
         value = self.tolerance(number)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ArgumentError(
                 f"{type(self).__name__}.tolerance, a function of the number of solves before, must return a number "
                 f"≥ 0; got {value!r} for {number}."
             )
-        solution = replace(self, tolerance=value).solve(A, b, memory=left, **given)
-        return replace(solution, memory={**solution.memory, "solves": number + 1})
+        return replace(self, tolerance=value)
 
     @property
     def relative_residual(self) -> float:
-        """The tolerance of this solve; `solve` has replaced a function by its number."""
+        """The tolerance of this solve; `present` has replaced a function by its number."""
         assert not callable(self.tolerance)
         return self.tolerance

@@ -1,4 +1,4 @@
-"""Checks of the methods that a module of hyperparameters provides, by differences."""
+"""Checks of the methods that a module of hyperparameters provides, against derivatives of its value."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ def check_hyperparameters(module: nn.Module, model: nn.Module, tolerance: float 
     """Check the methods that a module provides (see `hyperparameters.protocol`).
 
     ``project_`` does not change values within their bounds, and moves values far outside to a point that it does not
-    change again. ``ranges`` names parameters, and lowest < highest. ``curvature_diagonal`` is the second difference
-    of the term along each weight, and the term has no mixed derivatives. ``mixed_product`` is the difference of the
-    term's gradient along each hyperparameter. ``rates_at_zero`` is the slope of the term next to a weight of zero.
+    change again. ``ranges`` names parameters, and lowest < highest. ``curvature_diagonal`` is the whole
+    second derivative of the term, which has no mixed derivatives. ``mixed_product`` is the derivative of the term's
+    gradient with respect to each hyperparameter. ``rates_at_zero`` is the slope of the term next to a weight of zero.
 
     Args:
         module: the module to check, in float64, with values within its bounds. Its values are restored.

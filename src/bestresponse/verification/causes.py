@@ -11,7 +11,6 @@ from .._tree import Tree
 from ..curvatures import Curvature
 from ..errors import EvaluationError, named
 from ..passes import graph
-from ..problem import Problem
 from . import suspects
 from .probe import COARSE, FINE, FINE_VALUES, Differences, Line, Step, direction, gradient
 from .twin import Trial
@@ -44,9 +43,9 @@ def tuned(name: str) -> str:
     return name + _TUNED
 
 
-def together(problem: Problem) -> dict[str, Tensor]:
-    """Weights and hyperparameters by name."""
-    return {**problem.weights, **{tuned(n): p for n, p in problem.hyperparameters.items()}}
+def together(weights: Mapping[str, Tensor], hyperparameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights and hyperparameters in one dict, by names that tell them apart."""
+    return {**weights, **{tuned(n): p for n, p in hyperparameters.items()}}
 
 
 def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], products: bool = True) -> Finding:
@@ -59,7 +58,7 @@ def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], produ
     if curvature is not None and _is_derivative_of_field(trial, curvature, products):
         of_weights = [n for n in names if not n.endswith(_TUNED)]
         return field(trial, of_weights, solvable=True) if of_weights else Finding("verified")
-    tensors = together(trial.problem)
+    tensors = together(trial.problem.weights, trial.problem.hyperparameters)
     sloped = [n for n in names if n in tensors] or list(tensors)
     if wrong_slopes(trial, "train_loss", sloped[:_SLOPES], 2):
         return field(trial, names, solvable=False)
@@ -174,7 +173,7 @@ def _agree(claimed: float, at: Callable[[float], float], step: Step) -> bool:
 def wrong_slopes(trial: Trial, loss: str, names: Sequence[str], number: int) -> list[str]:
     """The tensors along which a loss has a slope that differs from its gradient, at the place with this number."""
     problem, batch = trial.problem, trial.val if loss == "val_loss" else trial.train
-    tensors = together(problem)
+    tensors = together(problem.weights, problem.hyperparameters)
     steps = FINE_VALUES if trial.exact else [replace(step, right=1e-2, wrong=5e-2) for step in COARSE]
     aside = direction(problem.weights, problem.model, number)
     wrong = []

@@ -15,7 +15,7 @@ from ..passes.graph import has_kinks
 from ..problem import Passes
 from . import causes
 from .base import Claim, wrong_of
-from .causes import NEAR, Finding, tuned
+from .causes import NEAR, Finding, together, tuned
 from .probe import (
     COARSE,
     FINE,
@@ -73,8 +73,8 @@ class SecondDerivatives(Claim):
         if not trial.exact and has_kinks(loss):
             return Verdict("unclear")
         of_weights = problem.weights if self.product else {}
-        inputs = _both(of_weights, problem.hyperparameters)
-        slopes = _both(problem.weights, problem.hyperparameters if self.product else {})
+        inputs = together(of_weights, problem.hyperparameters)
+        slopes = together(problem.weights, problem.hyperparameters if self.product else {})
         found = torch.autograd.grad(loss, list(slopes.values()), create_graph=True, allow_unused=True)
         del loss
         g = dict(zip(slopes, found, strict=True))
@@ -114,7 +114,7 @@ class SecondDerivatives(Claim):
         mixed = system.mixed(v)
         hyper = {tuned(n): or_zero(mixed[n], p) for n, p in problem.hyperparameters.items()}
         groups = [list(claimed), list(outputs), list(hyper)]
-        inputs = _both({n: problem.weights[n] for n in claimed}, problem.hyperparameters)
+        inputs = together({n: problem.weights[n] for n in claimed}, problem.hyperparameters)
         values = _values(trial, passes, system, inputs, bool(outputs))
         differences = Differences(values, line, sizes=scales({n: problem.weights[n] for n in claimed}))
         verdict = differences.judge({**claimed, **outputs, **hyper}, groups, FINE if trial.exact else COARSE)
@@ -197,10 +197,6 @@ class Value(Claim):
 def _scalar(x: float, exact: bool) -> Tensor:
     """A value and the precision in which it was computed."""
     return torch.tensor([x], dtype=torch.float64 if exact else torch.float32)
-
-
-def _both(weights: Mapping[str, Tensor], hyperparameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {**weights, **{tuned(n): p for n, p in hyperparameters.items()}}
 
 
 def _is_symmetric(u: Tree, of_u: Tree, v: Tree, of_v: Tree) -> bool:
