@@ -119,7 +119,7 @@ class Split(Repeated):
             if len({row["seed"] for row in rows}) > 1:
                 title += "; bands: 95 % intervals of the mean over seeds"
             plots.style(axes, "examples for validation [%]", "test accuracy [%]", title)
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(frameon=False, fontsize=8, handlelength=3.5)
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
