@@ -119,12 +119,12 @@ def test_it_changes_nothing(every_method):
 
 def test_training_again_moves_running_statistics():
     batch = (data()[0] + 5.0, data()[1])
-    problem = problem_of(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    problem = problem_of(nn.Sequential(nn.BatchNorm1d(3, momentum=0.5), nn.Linear(3, 2)))
     direction = {n: torch.ones_like(p) for n, p in problem.hyperparameters.items()}
     slopes = []
     for _ in range(2):
-        slopes.append(retrain(Bench(problem, batch, batch, 0), direction, 0.01, 2.0, 150).slope)
-        for _ in range(150):
+        slopes.append(retrain(Bench(problem, batch, batch, 0), direction, 0.01, 2.0, 40).slope)
+        for _ in range(40):
             problem.model(batch[0])  # which brings the statistics of the batch, as training does
     assert slopes[0] == pytest.approx(slopes[1], rel=1e-3)
 
@@ -469,8 +469,8 @@ def labels(count, classes=5):
 GOOD = {
     "deep ReLU": lambda: (
         nn.Sequential(
-            *(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()),
-            *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)),
+            *(nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU()),
+            *(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 5)),
         ),
         (torch.randn(64, 20), labels(64)),
     ),

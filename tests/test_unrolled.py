@@ -95,7 +95,7 @@ class Tuned(nn.Module):
         return [{n: f * self.log_rates[n.replace(".", "_")].exp() for n in named} for f in factors]
 
 
-STEPS = 6
+STEPS = 4
 TUNED_RULES = {
     "SGD": rules.SGD(weight_decay=lambda hyper: hyper.log_decay.exp()),
     "momentum": rules.SGD(lambda hyper: hyper.logit.sigmoid(), 0.2, weight_decay=lambda hyper: hyper.log_decay.exp()),
@@ -175,7 +175,7 @@ def test_every_setting_against_differences_of_the_training_map(rule, begun):
     results = {}
     for name, method in {
         "full": unrolled,
-        "recomputed": br.Unrolled(STEPS, rates, rule=chosen, checkpoint_every=4),
+        "recomputed": br.Unrolled(STEPS, rates, rule=chosen, checkpoint_every=3),
         "each step": br.Unrolled(STEPS, rates, rule=chosen, checkpoint_every=1),
         "forward": br.Forward(STEPS, rates, rule=chosen),
         "in chunks": br.Forward(STEPS, rates, rule=chosen, chunk=4),
