@@ -168,13 +168,13 @@ def test_fresh_batches_average_to_the_mean_curvature():
     torch.manual_seed(1)
     plain = br.hypergradient(problem, train, val, br.Implicit(br.Neumann(4, scale=0.3)))
     total = _tree.zeros_like(plain.indirect)
-    rounds = 200
+    rounds = 100
     for _ in range(rounds):
         batches = br.Batches([(train[0][rows], train[1][rows]) for rows in torch.randperm(12).split(3)])
         h = br.hypergradient(problem, batches, val, br.Implicit(br.Neumann(4, scale=0.3, fresh_batches=True)))
         _tree.add_(total, h.indirect, 1 / rounds)
     error = _tree.norm(_tree.add(total, plain.indirect, -1.0)) / _tree.norm(plain.indirect)
-    assert error < 0.03
+    assert error < 0.04
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_soba_with_fresh_batches_tends_to_the_solution_of_their_mean(recompute, 
     )
     batches = br.Batches([torch.tensor(1.0), torch.tensor(3.0)], recompute=recompute)
     method = br.Implicit(br.solvers.SOBA(steps, 0.02, fresh_batches=True), warm_start=True)
-    for _ in range(400):
+    for _ in range(200 // steps):
         h = br.hypergradient(problem, batches, None, method)
     assert float(h.total["rate"]) == pytest.approx(0.5, rel=0.03)
     with pytest.raises(br.Error, match="SOBA"):

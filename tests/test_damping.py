@@ -38,7 +38,7 @@ def symmetric(values, generator):
 
 @pytest.mark.parametrize("hyperparameters", [3, 40])
 @pytest.mark.parametrize("damping", [1e-3, 1e-1])
-@pytest.mark.parametrize("condition", [1e1, 1e2, 1e4])
+@pytest.mark.parametrize("condition", [1e1, 1e4])
 def test_the_effect_of_damping_is_estimated(condition, damping, hyperparameters):
     generator = torch.Generator().manual_seed(SEED)
     ratios = []

@@ -138,10 +138,12 @@ def test_sama_needs_an_optimiser_that_has_begun():
         br.hypergradient(problem, train, val, br.SAMA(), weight_optimizer="adam")
 
 
-@pytest.mark.parametrize("case", cases.EXACT_CASES)
-def test_the_bias_of_the_penalty_falls_as_its_inverse(case):
+@pytest.mark.parametrize(
+    ("case", "steps", "rate"), [("ridge, weak decay", 150, 0.5), ("softmax, strong decay", 250, 1.0)]
+)
+def test_the_bias_of_the_penalty_falls_as_its_inverse(case, steps, rate):
     known = cases.EXACT_CASES[case]()
-    method = br.Penalty(400, 0.5 if "ridge" in case else 1.0, lambda call: 1e3 * 2**call, rules.SGD(0.9))
+    method = br.Penalty(steps, rate, lambda call: 1e3 * 2**call, rules.SGD(0.9))
     errors = []
     for _ in range(3):
         h = br.hypergradient(known.problem, known.train, known.val, method)

@@ -82,11 +82,10 @@ def disturb(network):
 @pytest.mark.parametrize(
     ("make", "decays", "start"),
     [
-        (lambda p: LinearHypernetwork(p, scale=0.2), 1, -3.0),
         (lambda p: LinearHypernetwork(p, scale=0.2), 2, 3.0),
-        (lambda p: SelfTuning(p, scale=0.3, entropy=0.01), 1, 3.0),
+        (lambda p: SelfTuning(p, scale=0.3, entropy=0.01), 1, -3.0),
     ],
-    ids=["linear", "linear, two decays", "self-tuning"],
+    ids=["linear, two decays", "self-tuning"],
 )
 def test_ridge_is_tuned_and_its_best_response_learnt(make, decays, start):
     ridge = Ridge(decays, start)
@@ -473,14 +472,14 @@ def test_the_entropy_adds_its_share_to_the_gradient_of_the_scales():
 
 
 def tune_scale(entropy, **arguments):
-    """The scale after a hundred steps at the bottom of a bowl in λ."""
+    """The scale after fifty steps at the bottom of a bowl in λ."""
     model, hyper = nn.Linear(1, 1), Decays(2, 0.0)
 
     def loss(model, hyper, batch):
         return (model(batch).square().mean() + hyper.log_decay.square().sum()) / 2
 
     network = SelfTuning(br.Problem(model, hyper, loss, loss), entropy=entropy, samples=4, **arguments)
-    tune(network, torch.ones(1, 1), torch.ones(1, 1), 100)
+    tune(network, torch.ones(1, 1), torch.ones(1, 1), 50)
     return network.scales()["log_decay"]
 
 

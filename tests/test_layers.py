@@ -87,15 +87,15 @@ def evaluated(model):
 
 
 MODELS = {
-    "attention": lambda: Through(nn.MultiheadAttention(4, 2, batch_first=True), (3, 4), 12, attention),
+    "attention": lambda: Through(nn.MultiheadAttention(2, 2, batch_first=True), (3, 2), 6, attention),
     "attention, fused by the user": lambda: Through(
-        nn.MultiheadAttention(4, 2, batch_first=True), (3, 4), 12, fused
+        nn.MultiheadAttention(2, 2, batch_first=True), (3, 2), 6, fused
     ),
     "transformer layer": lambda: Through(
-        nn.TransformerEncoderLayer(4, 2, 5, dropout=0.2, batch_first=True, activation="gelu"), (2, 4), 8
+        nn.TransformerEncoderLayer(4, 2, 3, dropout=0.2, batch_first=True, activation="gelu"), (2, 4), 8
     ),
-    "LSTM": lambda: Through(nn.LSTM(3, 2, batch_first=True), (3, 3), 6, lambda m, z: m(z)[0]),
-    "GRU": lambda: Through(nn.GRU(3, 2, batch_first=True), (3, 3), 6, lambda m, z: m(z)[0]),
+    "LSTM": lambda: Through(nn.LSTM(2, 2, batch_first=True), (3, 2), 6, lambda m, z: m(z)[0]),
+    "GRU": lambda: Through(nn.GRU(2, 2, batch_first=True), (3, 2), 6, lambda m, z: m(z)[0]),
     "LSTM cell": lambda: Through(nn.LSTMCell(3, 2), (3,), 2, lambda m, z: m(z)[0]),
     "embedding": lambda: Words(nn.Embedding(5, 3, padding_idx=0)),
     "embedding bag": lambda: Words(nn.EmbeddingBag(5, 3)),
@@ -119,7 +119,7 @@ MODELS = {
     "spectral norm, eval": lambda: evaluated(
         Through(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), (4,), 3)
     ),
-    "grid sample": lambda: Through(nn.Linear(9, 8), (1, 3, 3), 4, sampled),
+    "grid sample": lambda: Through(nn.Linear(4, 8), (1, 2, 2), 4, sampled),
     "checkpoint, re-entrant": lambda: Through(
         nn.Sequential(nn.Linear(4, 3), nn.Tanh()), (4,), 3, checkpointed(True)
     ),

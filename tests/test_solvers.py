@@ -505,8 +505,8 @@ def test_soba_along_a_run_of_noisy_systems_tends_to_the_mean(steps):
             assert solution.report.products == (steps if solution.report.warm else steps - 1)
         return float((_tree.flatten(x) - exact).norm() / exact.norm())
 
-    constant = error(br.solvers.SOBA(steps, 0.3), 3000)
-    falling = error(br.solvers.SOBA(steps, 0.3, decay=0.01), 3000)
+    constant = error(br.solvers.SOBA(steps, 0.3), 1000)
+    falling = error(br.solvers.SOBA(steps, 0.3, decay=0.03), 1000)
     assert falling < 0.1
     assert falling < 0.5 * constant
 

@@ -22,9 +22,9 @@ def make(method=None, hidden=None, weight_rate=0.05, **arguments):
 def test_the_validation_loss_falls_below_that_of_training_alone():
     tuner, train, val = make(weight_steps=5, weight_rate=0.5)
     tuner.problem.hyper.maximum = 1.0  # a decay above 2 / (learning rate) makes gradient descent diverge
-    tuner.fit(train, val, 300)
+    tuner.fit(train, val, 120)
     plain, *_ = make(weight_rate=0.5)
-    for _ in range(1500):
+    for _ in range(600):
         plain._move_weights(train[0])
     with torch.no_grad():
         tuned, untuned = (

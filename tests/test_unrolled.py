@@ -95,7 +95,7 @@ class Tuned(nn.Module):
         return [{n: f * self.log_rates[n.replace(".", "_")].exp() for n in named} for f in factors]
 
 
-STEPS = 6
+STEPS = 4
 TUNED_RULES = {
     "SGD": rules.SGD(weight_decay=lambda hyper: hyper.log_decay.exp()),
     "momentum": rules.SGD(lambda hyper: hyper.logit.sigmoid(), 0.2, weight_decay=lambda hyper: hyper.log_decay.exp()),
@@ -123,6 +123,15 @@ def tuned_problem(rule):
     return br.Problem(model, hyper, train_loss, val_loss), train, val
 
 
+def val_loss_after(problem, train, val, method, optimizer):
+    """The validation loss after the very steps, which `test_rules_are_those_of_torch` compares with torch's."""
+    with problem.undisturbed(None, optimizer, twice=False) as passes:
+        path = Trajectory(method.rule, method.step_size, method.steps, passes, train, method.fresh_batches)
+        end = path.run(path.start(), 0, method.steps)
+        passes.carry(end.buffers)
+        return float(passes.val_loss(val, end.as_leaves().weights).detach())
+
+
 def differences(problem, train, val, method, optimizer=None):
     """The hypergradient by central differences of fourth order of the validation loss after the very steps."""
     gradient = {n: torch.zeros_like(p) for n, p in problem.hyperparameters.items()}
@@ -133,14 +142,24 @@ def differences(problem, train, val, method, optimizer=None):
             kept = flat[index].clone()
             for shift, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
                 flat[index] = kept + shift * step
-                value = br.hypergradient(problem, train, val, method, weight_optimizer=optimizer).val_loss
+                value = val_loss_after(problem, train, val, method, optimizer)
                 gradient[name].view(-1)[index] += factor * value / (12 * step)
             flat[index] = kept
     return gradient
 
 
-@pytest.mark.parametrize("begun", [0, 3])
-@pytest.mark.parametrize("rule", TUNED_RULES)
+@pytest.mark.parametrize(
+    ("rule", "begun"),
+    [
+        ("SGD", 0),
+        ("momentum", 3),
+        ("Nesterov", 0),
+        ("Nesterov", 3),
+        ("Adam", 0),
+        ("Adam's memory", 3),
+        ("AdamW", 3),
+    ],
+)
 def test_every_setting_against_differences_of_the_training_map(rule, begun):
     """Reverse, recomputed and forward mode; rates for each tensor and step, momentum, decay; with a state or none."""
     problem, train, val = tuned_problem(rule)
@@ -156,7 +175,7 @@ def test_every_setting_against_differences_of_the_training_map(rule, begun):
     results = {}
     for name, method in {
         "full": unrolled,
-        "recomputed": br.Unrolled(STEPS, rates, rule=chosen, checkpoint_every=4),
+        "recomputed": br.Unrolled(STEPS, rates, rule=chosen, checkpoint_every=3),
         "each step": br.Unrolled(STEPS, rates, rule=chosen, checkpoint_every=1),
         "forward": br.Forward(STEPS, rates, rule=chosen),
         "in chunks": br.Forward(STEPS, rates, rule=chosen, chunk=4),

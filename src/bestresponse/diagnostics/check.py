@@ -105,10 +105,8 @@ def check(
     for method in (methods or {}).values():
         require_method(method)
     bench = Bench(problem, train_batch, val_batch, seed)
-    with (
-        warnings.catch_warnings(),
-        _tree.put_back(problem.live()),
-    ):  # which a pass may edit: one of the faults
+    # A pass may edit the weights, which is one of the faults.
+    with warnings.catch_warnings(), _tree.put_back(problem.live()):
         warnings.simplefilter("ignore")
         return _examined(bench, weight_optimizer, dict(methods or {}), retrain_steps)
 

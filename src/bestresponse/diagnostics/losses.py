@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _tree
 from ..batches import Batches
 from ..errors import named
 from ..verification.twin import mapped
@@ -17,25 +16,24 @@ _NOISE = 1e-6
 def examine(bench: Bench) -> None:
     """Run each loss three times from the same state, and for the batch twice and three times."""
     bench.topic, problem = "losses", bench.problem
-    with _tree.put_back(problem.live()):
-        with problem.undisturbed(bench.seed) as passes:
-            train = [float(passes.train_loss(bench.train).detach()) for _ in range(3)]
-            with passes.validating():
-                val = [float(passes.val_loss(bench.val).detach()) for _ in range(3)]
-                switched = [n or "the model" for n, m in problem.model.named_modules() if m.training]
-        bench.say("ok", f"finite: train_loss {train[0]:.4g}, val_loss {val[0]:.4g}.")
-        if switched and problem.val_mode == "eval":
-            bench.say(
-                "warning",
-                f"val_loss switches {named(switched)} to training mode. Leave the mode to Problem, or make it with "
-                'val_mode="as_is".',
-            )
-        bench.topic = "repeatability"
-        _repeatable(bench, "train_loss", train)
-        _repeatable(bench, "val_loss", val)
-        bench.topic = "scale"
-        _scale(bench, "train_loss", bench.train)
-        _scale(bench, "val_loss", bench.val)
+    with problem.undisturbed(bench.seed) as passes:
+        train = [float(passes.train_loss(bench.train).detach()) for _ in range(3)]
+        with passes.validating():
+            val = [float(passes.val_loss(bench.val).detach()) for _ in range(3)]
+            switched = [n or "the model" for n, m in problem.model.named_modules() if m.training]
+    bench.say("ok", f"finite: train_loss {train[0]:.4g}, val_loss {val[0]:.4g}.")
+    if switched and problem.val_mode == "eval":
+        bench.say(
+            "warning",
+            f"val_loss switches {named(switched)} to training mode. Leave the mode to Problem, or make it with "
+            'val_mode="as_is".',
+        )
+    bench.topic = "repeatability"
+    _repeatable(bench, "train_loss", train)
+    _repeatable(bench, "val_loss", val)
+    bench.topic = "scale"
+    _scale(bench, "train_loss", bench.train)
+    _scale(bench, "val_loss", bench.val)
 
 
 def _repeatable(bench: Bench, name: str, values: list[float]) -> None:
