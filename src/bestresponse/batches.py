@@ -1,9 +1,10 @@
 """Several batches that can replace a single batch."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import ArgumentError, ArgumentTypeError
@@ -65,6 +66,75 @@ def weighted(batch: Any) -> list[tuple[Any, float]]:
     if isinstance(batch, Batches):
         return list(zip(batch.batches, batch.weights, strict=True))
     return [(batch, 1.0)]
+
+
+def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with a function applied to each of its tensors, in tuples, lists and dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Batches):
+        return Batches([mapped(b, function) for b in batch], batch.weights, batch.recompute)
+    if isinstance(batch, dict):
+        return type(batch)({k: mapped(v, function) for k, v in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(v, function) for v in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(mapped(v, function) for v in batch)
+    return batch
+
+
+def length_of(batch: Any) -> int | None:
+    """The number of examples of a plain batch: the one length of its tensors; None if it cannot be known."""
+    lengths: set[int] = set()
+    try:
+        _measure(batch, lengths)
+    except Exception:  # collections and tensors that cannot be split, for any reason
+        return None
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def rows_of(batch: Any, rows: slice) -> Any:
+    """Some of a plain batch's examples; tensors without dimensions stay whole."""
+    return mapped(batch, lambda x: x[rows] if x.ndim else x)
+
+
+def halves_of(batch: Any) -> list[tuple[Any, float]]:
+    """Two halves of a batch, each with its share: every second example, or every second one of several batches.
+
+    Raises:
+        ArgumentError: it has fewer than two examples, or cannot be divided.
+    """
+    if isinstance(batch, Batches) and len(batch) > 1:
+        sums = [math.fsum(batch.weights[begin::2]) for begin in (0, 1)]
+        parts = zip((0, 1), sums, strict=True)
+        return [(Batches(batch.batches[i::2], batch.weights[i::2], batch.recompute), c) for i, c in parts]
+    (plain, _) = weighted(batch)[0]
+    length = length_of(plain) or 0
+    if length < 2:
+        raise ArgumentError(
+            "a validation batch that is divided into halves must be a tensor, or a tuple, list or dict of tensors of "
+            f"one length ≥ 2; got {type(plain).__name__}"
+            f"{'' if length_of(plain) is None else f' of length {length}'}. Pass "
+            "Batches([half, half]) instead."
+        )
+    first = (length + 1) // 2 / length
+    return [
+        (rows_of(plain, slice(0, None, 2)), first),
+        (rows_of(plain, slice(1, None, 2)), 1.0 - first),
+    ]
+
+
+def _measure(batch: Any, lengths: set[int]) -> None:
+    """Collect the lengths of the tensors; raise if there is more than plain collections and plain tensors."""
+    if isinstance(batch, Tensor):
+        if type(batch) is not Tensor or batch.layout != torch.strided or batch.is_nested:
+            raise TypeError
+        lengths.update([len(batch)] if batch.ndim else [])
+    elif isinstance(batch, dict | list | tuple):
+        if type(batch) not in (dict, list, tuple) and not hasattr(batch, "_fields"):
+            raise TypeError
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            _measure(value, lengths)
 
 
 def _normalised(weights: Iterable[float] | None, count: int) -> list[float]:

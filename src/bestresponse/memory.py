@@ -35,7 +35,7 @@ class MethodState:
 def settings_of(value: Any) -> str:
     """A method's settings as text, equal for two objects with the same settings."""
     if is_dataclass(value) and not isinstance(value, type):
-        inside = ", ".join(f"{f.name}={settings_of(getattr(value, f.name))}" for f in fields(value))
+        inside = ", ".join(f"{f.name}={settings_of(getattr(value, f.name))}" for f in fields(value) if f.init)
         return f"{type(value).__name__}({inside})"
     if isinstance(value, functools.partial):
         arguments = [value.func, *value.args, *sorted(value.keywords.items())]

@@ -16,8 +16,8 @@ from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, Evalu
 from .hyperparameters.protocol import knows_its_curvature
 from .memory import MethodState, settings_of
 from .parameters import split
+from .passes.edits import Edits
 from .passes.substitution import Loss
-from .passes.watch import Watch
 
 
 class Problem:
@@ -48,7 +48,7 @@ class Problem:
     Attributes:
         weights: the live weights by name, as named in ``model``.
         hyperparameters: the live hyperparameters by name, as named in ``hyper``.
-        watch: compares both before and after the passes.
+        edits: compares both before and after the passes.
 
     A hypergradient leaves the modules as they are. It restores what a loss changes in them: buffers, frozen parameters,
     and attributes of registered modules with their entries (numbers, tensors, generators). Of tensors that are not
@@ -82,7 +82,7 @@ class Problem:
         )
         self.verify = verify
         self.weights, self.hyperparameters = split(model, hyper)
-        self.watch = Watch()
+        self.edits = Edits()
         self._states: weakref.WeakKeyDictionary[Any, MethodState] = weakref.WeakKeyDictionary()
         self._met: dict[str, tuple[weakref.ref[Any], int]] = {}
         self._warned: set[object] = set()

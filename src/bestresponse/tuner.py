@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from . import _tree
 from .errors import EvaluationError, SolveError, require_integer
-from .hyperparameters import Bounded
 from .methods import Hypergradient, Implicit, Method
 from .methods.base import hypergradient_or_nan, require_method, unchecked_hypergradient
 from .methods.hypergradient import accumulate, failure_message, require_finite, skip_message, warn_of_failure
@@ -23,8 +22,10 @@ from .passes import random_state
 from .problem import Problem
 from .runs import checkpoint
 from .runs.callbacks import Checkpoint
+from .runs.hyper_steps import HyperSteps
 from .runs.requirements import check_hyper_optimizer, check_settings, check_weight_optimizer
 from .runs.streams import Stream
+from .runs.watch import Watch, as_watch
 from .runs.weight_steps import WeightStep, WeightSteps
 
 Callback = Callable[["Tuner"], None]
@@ -53,6 +54,8 @@ class Tuner:
         policy: what to do when a solve fails: "warn" (once for each status), "raise", or "skip" the hyper-step.
         seed: the seed of dropout masks and other random draws in the hypergradients, one draw for each hyper-step.
         callbacks: functions that take the tuner, called after each hyper-step; see `bestresponse.callbacks`.
+        watch: a third part of the data as a loader or a list, which no gradient sees: its loss is in the history, and
+            ``tuner.watch`` keeps the state that is best on it; see `callbacks.Watch`.
 
     Attributes:
         history: a dict for each hyper-step, with the losses and the report of the solve, including the damping or
@@ -63,9 +66,10 @@ class Tuner:
         ArgumentError: the weight optimiser has its own weight decay, lacks a weight or holds a
             hyperparameter; or an argument is out of its range.
 
-    After each hyper-step, the tuner calls ``project_()`` on each module in ``hyper`` that has it, which restores the
-    bounds. Under a penalty with a kink at zero, such as ``WeightDecay(power=1)``, the steps of a torch optimiser run
-    in `hyperparameters.orthant_wise`, so that weights reach zero and stay there. A function must do this itself.
+    After each hyper-step, the tuner calls ``shrink_()`` on each module in ``hyper`` that has it, which draws
+    hyperparameters together, and then ``project_()``, which restores the bounds. Under a penalty with a kink at zero,
+    such as ``WeightDecay(power=1)``, the steps of a torch optimiser run in `hyperparameters.orthant_wise`, so that
+    weights reach zero and stay there. A function must do this itself.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Tuner:
         policy: Literal["warn", "raise", "skip"] = "warn",
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
+        watch: Iterable[Any] | Watch | None = None,
     ) -> None:
         method = Implicit() if method is None else method
         require_method(method)
@@ -95,13 +100,15 @@ class Tuner:
         self.weight_scheduler, self.hyper_scheduler = weight_scheduler, hyper_scheduler
         self.weight_steps, self.warmup_steps = weight_steps, warmup_steps
         self.clip_weights, self.policy, self.seed = clip_weights, policy, seed
-        self.callbacks = list(callbacks)
+        self.watch = as_watch(watch)
+        self.callbacks: list[Any] = [*filter(None, [self.watch]), *callbacks]
         self.history: list[dict[str, Any]] = []
         self.hyper_step = self.weight_step = self.last_hyper_step = 0
         self.stopped: str | None = None
         self.streams: dict[str, Stream] = {}
         self.resumed: dict[str, Any] | None = None
         self._weight_steps = WeightSteps(problem, weight_optimizer)
+        self._hyper_steps = HyperSteps(problem, hyper_optimizer)
 
     def fit(
         self, train_batches: Iterable[Any], val_batches: Iterable[Any], hyper_steps: int
@@ -247,11 +254,7 @@ class Tuner:
         if stepped:
             self.hyper_optimizer.zero_grad(set_to_none=True)
             accumulate(self.problem, result)
-            self.hyper_optimizer.step()
-            self.hyper_optimizer.zero_grad(set_to_none=True)
-            for module in self.problem.hyper.modules():
-                if isinstance(module, Bounded):
-                    module.project_()
+            self._hyper_steps.step(self.hyper_optimizer)
         self.hyper_step = number
         self._step_scheduler(self.hyper_scheduler, result.val_loss)
         return row

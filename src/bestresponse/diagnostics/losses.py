@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batches import Batches
+from ..batches import Batches, mapped
 from ..errors import named
-from ..verification.twin import mapped
 from .findings import Bench
 
 _NOISE = 1e-6

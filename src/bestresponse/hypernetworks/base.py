@@ -12,7 +12,7 @@ from .._tree import Tree
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError, require_integer
 from ..passes import graph
 from ..passes.checked_loss import checked_loss
-from ..passes.watch import unmoved
+from ..passes.edits import unmoved
 from ..problem import Problem
 from .template import Template
 

@@ -5,7 +5,8 @@ from .distilled_data import DistilledData
 from .dropout import ConcreteDropout, DropConnect
 from .example_weights import ExampleWeights
 from .orthant import orthant_wise
-from .protocol import Bounded, Kinked, KnownCurvature, KnownMixedTerm, Searchable
+from .protocol import Bounded, Kinked, KnownCurvature, KnownMixedTerm, Searchable, Shrinking
+from .shrinkage import Shrinkage, Shrunk
 from .weight_decay import WeightDecay
 
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "KnownCurvature",
     "KnownMixedTerm",
     "Searchable",
+    "Shrinkage",
+    "Shrinking",
+    "Shrunk",
     "WeightDecay",
     "orthant_wise",
 ]

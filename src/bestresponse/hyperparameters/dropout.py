@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, EvaluationError, require, require_number
+from .shrinkage import Shrinkage, as_shrinkage
 
 
 class ConcreteDropout(nn.Module):
@@ -26,6 +27,7 @@ class ConcreteDropout(nn.Module):
         shared: dimensions of x that share one mask, such as time in a recurrent network.
         temperature: τ > 0.
         minimum, maximum: bounds of p, which `project_` restores after a step.
+        shrinkage: the strength, or a `Shrinkage`, with which `shrink_` draws the logits together after a step.
 
     Raises:
         ArgumentError: an argument is out of its range.
@@ -42,6 +44,7 @@ class ConcreteDropout(nn.Module):
         temperature: float = 0.1,
         minimum: float = 1e-3,
         maximum: float = 0.95,
+        shrinkage: float | Shrinkage | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -60,6 +63,7 @@ class ConcreteDropout(nn.Module):
             )
         self.shared, self.temperature = tuple(shared), temperature
         self.minimum, self.maximum = minimum, maximum
+        self.shrinkage = as_shrinkage(f"{name}.shrinkage", shrinkage)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         self.logit = nn.Parameter(torch.full(sizes, _logit(initial)))
 
@@ -77,6 +81,12 @@ class ConcreteDropout(nn.Module):
         noise = torch.logit(u, eps=torch.finfo(x.dtype).eps)
         kept = torch.sigmoid(-(logit + noise) / self.temperature)
         return x * (kept * (1.0 + logit.exp()))  # 1 / (1 − p) = 1 + exp(logit p)
+
+    def shrink_(self, factor: float = 1.0) -> None:
+        """Draw the rates together; call it after each step of the rates, before `project_` (`Tuner` does)."""
+        if self.shrinkage is not None:
+            p = self.shrinkage.towards
+            self.shrinkage.apply_({"logit": self.logit}, factor, None if p is None else _logit(p))
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -120,7 +130,7 @@ class DropConnect(ConcreteDropout):
 
     Args:
         shape: () for one rate for all entries; the shape of the weight for one rate for each entry.
-        initial, temperature, minimum, maximum: as for `ConcreteDropout`.
+        initial, temperature, minimum, maximum, shrinkage: as for `ConcreteDropout`.
 
     Reference: Wan et al. (2013); on hidden-to-hidden weights, Merity, Keskar and Socher (2018).
     """
@@ -132,8 +142,9 @@ class DropConnect(ConcreteDropout):
         temperature: float = 0.1,
         minimum: float = 1e-3,
         maximum: float = 0.95,
+        shrinkage: float | Shrinkage | None = None,
     ) -> None:
-        super().__init__(shape, initial, (), temperature, minimum, maximum)
+        super().__init__(shape, initial, (), temperature, minimum, maximum, shrinkage)
 
 
 def _logit(p: float) -> float:

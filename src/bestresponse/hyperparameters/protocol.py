@@ -5,7 +5,8 @@ module can provide more through methods. Each of them is a protocol here:
 
 | protocol | method | who calls it |
 |---|---|---|
-| `Bounded` | ``project_()`` | `Tuner`, after each step of the hyperparameters |
+| `Shrinking` | ``shrink_(factor)`` | `Tuner`, after each step of the hyperparameters |
+| `Bounded` | ``project_()`` | `Tuner`, after that |
 | `Searchable` | ``ranges()`` | `search`, to draw values |
 | `KnownCurvature` | ``curvature_diagonal(model)`` | ``rest`` of `GaussNewton` and the like, preconditioners |
 | `KnownMixedTerm` | ``mixed_product(model, v)`` besides the former | ``rest``, for the mixed term |
@@ -26,6 +27,15 @@ class Bounded(Protocol):
 
     def project_(self) -> None:
         """Restore the bounds of the parameters, in place."""
+        ...
+
+
+@runtime_checkable
+class Shrinking(Protocol):
+    """Hyperparameters that are drawn towards a common value; see `Shrinkage`."""
+
+    def shrink_(self, factor: float = 1.0) -> None:
+        """Move the parameters a part of the way, in place; ``factor`` scales the strength."""
         ...
 
 

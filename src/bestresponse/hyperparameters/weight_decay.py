@@ -1,7 +1,7 @@
-"""Weight decay as a term of the training loss, with one rate for all, for each tensor or for each weight."""
+"""Weight decay as a term of the training loss, with one rate for all weights, or for each group, or for each weight."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
 from .power_penalty import decays_of, diagonal, penalty, slope
+from .shrinkage import Shrinkage, as_shrinkage
+
+Sharing = Literal["global", "tensor", "unit", "input", "weight"] | Callable[[str], str]
 
 
 class WeightDecay(nn.Module):
     """Ω(w, λ) = (1/p) Σ_i exp(λ_i) |w_i|ᵖ, to add to a training loss: ``loss + decay(model)``.
 
     With p = 2, exp(λ_i) is what torch's optimisers call ``weight_decay``: it adds exp(λ_i) w_i to the
-    gradient. The rates are stored as logarithms under the names of the weights: ``log_decay.NAME`` has the
-    weight's shape for per="weight" and is a scalar for per="tensor"; per="global" has one scalar ``log_decay``.
+    gradient. The rates are stored as logarithms under the names of the weights: ``log_decay.NAME`` broadcasts against
+    the weight; per="global" has one scalar ``log_decay``.
 
     With p = 1 it is the lasso's penalty. A weight stays at zero if the rest of the training gradient is no larger
     than its rate: then it does not respond, and implicit hypergradients leave it out. `Tuner` lets weights stop at
@@ -28,12 +31,17 @@ class WeightDecay(nn.Module):
 
     Args:
         model: the model whose trainable parameters are decayed.
-        per: which weights share a rate: all ("global"), those of one tensor ("tensor"), or none ("weight"). None means
-            "weight", or "global" with p = 1, since the lasso has one rate.
+        per: which weights share a rate: all ("global"), those of one tensor ("tensor"), of one unit (the same first
+            index, "unit"), of one input (the same second index, "input"), or none ("weight"). Of a vector each entry
+            is a unit, and its inputs are one. Or a function of a weight's name: the weights for which it returns the
+            same name share a rate, ``log_decay.THAT_NAME``. None means "weight", or "global" with p = 1, since the
+            lasso has one rate.
         power: p ≥ 1; 2 is the usual decay, 1 the lasso. Between them |w| is smoothed at zero, over 1e-6.
         initial: the initial decay exp(λ).
         minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
         exclude: patterns of parameter names to leave out, as in ``["*.bias", "norm*"]``.
+        shrinkage: the strength, or a `Shrinkage`, with which `shrink_` draws the logarithms of the rates together after
+            a step; its ``towards`` is a decay. Use it where many rates overfit the validation data.
 
     Raises:
         ArgumentError: an argument is out of its range, a pattern matches nothing, or no weight is left to decay.
@@ -44,21 +52,23 @@ class WeightDecay(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        per: Literal["global", "tensor", "weight"] | None = None,
+        per: Sharing | None = None,
         power: float = 2,
         initial: float = math.exp(-8),
         minimum: float = math.exp(-14),
         maximum: float = math.exp(3),
         exclude: Sequence[str] = (),
+        shrinkage: float | Shrinkage | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"WeightDecay.model must be a module; got {type(model).__name__}.")
         if per is None:
             per = "global" if power == 1 else "weight"
-        if per not in ("global", "tensor", "weight"):
+        if per not in ("global", "tensor", "unit", "input", "weight") and not callable(per):
             raise ArgumentError(
-                f'WeightDecay.per must be "global", "tensor" or "weight", or None; got {per!r}.'
+                'WeightDecay.per must be "global", "tensor", "unit", "input" or "weight", a function of a weight\'s '
+                f"name, or None; got {per!r}."
             )
         if not power >= 1:
             raise ArgumentError(f"WeightDecay.power must be ≥ 1; got {power!r}.")
@@ -67,19 +77,18 @@ class WeightDecay(nn.Module):
                 "WeightDecay needs 0 < minimum ≤ initial ≤ maximum; got "
                 f"minimum={minimum!r}, initial={initial!r}, maximum={maximum!r}."
             )
-        self.per: Literal["global", "tensor", "weight"] = per
+        self.per: Sharing = per
         self.power = power
         self.minimum, self.maximum = minimum, maximum
+        self.shrinkage = as_shrinkage("WeightDecay.shrinkage", shrinkage)
         weights = _included(model, [exclude] if isinstance(exclude, str) else exclude)
         self.names = list(weights)
-        start = math.log(initial)
-        self.log_decay: nn.Module | nn.Parameter
-        if per == "global":
-            self.log_decay = _full((), start, next(iter(weights.values())))
-            return
-        self.log_decay = nn.Module()
-        for name, w in weights.items():
-            _register(self.log_decay, name, _full(w.shape if per == "weight" else (), start, w))
+        # The name of the parameter that has the rate of each weight.
+        self._places = _places(per, self.names)
+        first = {place: name for name, place in reversed(self._places.items())}
+        for place, name in reversed(first.items()):
+            w = weights[name]
+            _register(self, place, _full(_shape(per, w), math.log(initial), w))
 
     def forward(self, model: nn.Module) -> Tensor:
         """Ω as a scalar.
@@ -114,9 +123,16 @@ class WeightDecay(nn.Module):
                 decays, steep = decays_of(rate, w), slope(w, self.power)
                 part = decays.mul_(steep) if decays.shape == w.shape else decays * steep.to(decays.dtype)
                 part = part.mul_(v[name]).sum_to_size(rate.shape).to(rate.dtype)
-                at = "log_decay" if self.per == "global" else f"log_decay.{name}"
+                at = self._places[name]
                 total[at] = total[at] + part if at in total else part
         return total
+
+    def shrink_(self, factor: float = 1.0) -> None:
+        """Draw the rates together; call it after each step of the rates, before `project_` (`Tuner` does)."""
+        if self.shrinkage is not None:
+            decay = self.shrinkage.towards
+            towards = None if decay is None else math.log(decay)
+            self.shrinkage.apply_(dict(self.named_parameters()), factor, towards)
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -145,9 +161,7 @@ class WeightDecay(nn.Module):
     def _rates(self) -> dict[str, Tensor]:
         """The logarithmic rate of each decayed weight."""
         rates = dict(self.named_parameters())
-        if self.per == "global":
-            return dict.fromkeys(self.names, rates["log_decay"])
-        return {name: rates[f"log_decay.{name}"] for name in self.names}
+        return {name: rates[place] for name, place in self._places.items()}
 
     def _pairs(self, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
         """Each decayed weight with its logarithmic rate."""
@@ -160,7 +174,7 @@ class WeightDecay(nn.Module):
                     f"WeightDecay needs the weight {name!r} that it was made for; the model has "
                     f"{list(weights)[:5]}. Call it with the model that it was made for, without a wrapper."
                 )
-            if self.per == "weight" and w.shape != rate.shape:
+            if _shape(self.per, w) != rate.shape:
                 raise EvaluationError(
                     f"WeightDecay has rates of shape {list(rate.shape)} for {name!r}; the model's weight has shape "
                     f"{list(w.shape)}. Make a new WeightDecay(model)."
@@ -188,6 +202,32 @@ def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Paramete
             f"tensors, and exclude={list(exclude)} leaves none."
         )
     return kept
+
+
+def _places(per: Sharing, names: Sequence[str]) -> dict[str, str]:
+    """The name of the parameter with the rate of each weight."""
+    if not callable(per):
+        return {name: "log_decay" if per == "global" else f"log_decay.{name}" for name in names}
+    groups = {name: per(name) for name in names}
+    parts = set(groups.values())
+    for group in parts:
+        inside = isinstance(group, str) and [g for g in parts if str(g).startswith(f"{group}.")]
+        if not isinstance(group, str) or not all(group.split(".")) or inside:
+            raise ArgumentError(
+                "the function WeightDecay.per must return the name of a group, such as 'encoder', which is not the "
+                f"beginning of another group's name; got {group!r}."
+            )
+    return {name: f"log_decay.{group}" for name, group in groups.items()}
+
+
+def _shape(per: Sharing, w: Tensor) -> torch.Size:
+    """The shape of the rates of a tensor."""
+    if per == "weight" or (per == "unit" and w.ndim == 1):
+        return w.shape
+    if w.ndim < 2 or per not in ("unit", "input"):
+        return torch.Size()
+    kept = 0 if per == "unit" else 1
+    return torch.Size(n if d == kept else 1 for d, n in enumerate(w.shape))
 
 
 def _full(shape: Sequence[int], value: float, like: Tensor) -> nn.Parameter:

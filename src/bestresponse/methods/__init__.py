@@ -3,6 +3,7 @@
 from .base import Method, backward, hypergradient
 from .direct import Direct
 from .forward import Forward
+from .halves import Halves
 from .hypergradient import Hypergradient
 from .implicit import Implicit
 from .penalty import Penalty
@@ -13,6 +14,7 @@ __all__ = [
     "SAMA",
     "Direct",
     "Forward",
+    "Halves",
     "Hypergradient",
     "Implicit",
     "Method",

@@ -139,9 +139,9 @@ def unchecked_hypergradient(
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
-    before = problem.state(method)
+    before = {part: problem.state(part) for part in (method, *method.parts_that_remember().values())}
     try:
-        with foreign_errors_told(), problem.watch.whole(problem.live()):
+        with foreign_errors_told(), problem.edits.whole(problem.live()):
             with problem.undisturbed(seed, known, method.twice) as passes:
                 result = method.differentiate(passes, train_batch, val_batch)
                 passes.conclude()
@@ -149,7 +149,8 @@ def unchecked_hypergradient(
                 result, verification=verified(problem, method.claim(), train_batch, val_batch, seed)
             )
     except BaseException:
-        problem.remember(method, before)
+        for part, state in before.items():
+            problem.remember(part, state)
         raise
 
 

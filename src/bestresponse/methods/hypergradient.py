@@ -28,6 +28,8 @@ class Hypergradient:
         norms: the names of the norms whose running statistics the validation loss was differentiated through.
         verification: the result of comparing the derivatives with differences at the first call: "verified", or
             "not verified" and why; None if `Problem` was made with verify=False.
+        agreement: the cosine of the hypergradients on two halves of the validation batch, from −1 to 1; None unless the
+            method is `Halves`.
     """
 
     total: dict[str, Tensor]
@@ -37,6 +39,7 @@ class Hypergradient:
     solve: Report | None = None
     norms: tuple[str, ...] = ()
     verification: str | None = None
+    agreement: float | None = None
 
     @property
     def norm(self) -> float:
@@ -46,6 +49,8 @@ class Hypergradient:
     def row(self) -> dict[str, Any]:
         """The validation loss, the norm and the solve's report, as numbers and texts."""
         numbers: dict[str, Any] = {"val_loss": self.val_loss, "hypergradient_norm": self.norm}
+        if self.agreement is not None:
+            numbers["agreement"] = self.agreement
         if self.solve is not None:
             names = ("products", "residual", "hypergradient_error", "damping_effect", "damping", "scale")
             numbers["status"] = str(self.solve.status)
@@ -73,6 +78,8 @@ class Hypergradient:
         print("No linear solve." if self.solve is None else f"Solve: {self.solve.status}")
         for name, value in () if self.solve is None else self.solve.lines():
             print(f"  {name.ljust(38)}{value}")
+        if self.agreement is not None:
+            print(f"Agreement of two halves of the validation batch: {self.agreement:.2f}")
         if self.verification is not None:
             print(f"Derivatives: {self.verification}")
 

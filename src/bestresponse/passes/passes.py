@@ -81,7 +81,7 @@ class Passes(Generic[P]):
             renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are restored below
             self._fixed = {n: p for n, p in self._live.items() if id(p) not in renormed}
             self._grads = [(p, p.grad) for p in self._live.values()]
-            self._state = ModuleState(self._training, self._live, problem.watch.silent, problem.watch.first)
+            self._state = ModuleState(self._training, self._live, problem.edits.silent, problem.edits.first)
             self._before = self._replayed = random_state.snapshot()
             self._stack.callback(self._restore)
             outer = _innermost.set(self)
@@ -137,7 +137,7 @@ class Passes(Generic[P]):
 
     def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
         """A context for running a loss, or a part of it; raises if that edits weights or hyperparameters."""
-        return self.problem.watch.over(name, {**self._fixed, **(weights or {})})
+        return self.problem.edits.over(name, {**self._fixed, **(weights or {})})
 
     def conclude(self) -> None:
         """Warn of foreign parameters in the losses, after the last pass."""
@@ -197,7 +197,7 @@ class Passes(Generic[P]):
         for p in self._live.values():  # a backward pass inside the loss also fills them
             p.grad = None
         loss = checked_loss(name, loss)
-        if problem.watch.first and (foreign := foreign_parameters(problem, loss)):
+        if problem.edits.first and (foreign := foreign_parameters(problem, loss)):
             self._foreign[name] = foreign
         refuse_not_finite(name, loss)
         if weights is not None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from .watch import Watch
+from .edits import Edits
 
 
 class TwoLosses(Protocol):
@@ -13,14 +13,14 @@ class TwoLosses(Protocol):
 
     Attributes:
         weights, hyperparameters: the live parameters by name.
-        watch: compares both before and after the passes.
+        edits: compares both before and after the passes.
     """
 
     model: nn.Module
     hyper: nn.Module
     train_loss: Any
     val_loss: Any
-    watch: Watch
+    edits: Edits
     weights: dict[str, nn.Parameter]
     hyperparameters: dict[str, nn.Parameter]
 

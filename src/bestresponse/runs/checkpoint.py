@@ -16,7 +16,7 @@ from ..memory import MethodState, settings_of
 from ..passes import random_state
 from .run import SavedRun
 
-_FORMAT = 2
+_FORMAT = 3
 _PROGRESS = ("hyper_step", "weight_step", "history")
 _SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
 _MODULES = ("model", "hyper")
@@ -26,7 +26,6 @@ _PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_sche
 def save(tuner: SavedRun, path: str | Path) -> None:
     """Write everything that ``tuner`` needs to continue; see `Tuner.save`."""
     problem = tuner.problem
-    state = problem.state(tuner.method)
     # A loaded run that has not continued yet is still at its saved position.
     where = tuner.resumed or {
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},
@@ -38,9 +37,7 @@ def save(tuner: SavedRun, path: str | Path) -> None:
         "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
         "method": {
             "settings": settings_of(tuner.method),
-            "solution": state.solution,
-            "memory": state.memory,
-            "parts": {n: problem.state(x).memory for n, x in tuner.method.parts_that_remember().items()},
+            "states": {name: vars(problem.state(part)) for name, part in _remembering(tuner).items()},
         },
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
@@ -107,6 +104,11 @@ def _parts(tuner: SavedRun) -> dict[str, Any]:
     """Optimisers and schedulers, and a function that moves the weights if it has a state."""
     parts = {name: getattr(tuner, name) for name in _PARTS}
     return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+
+
+def _remembering(tuner: SavedRun) -> dict[str, object]:
+    """The method and its parts that have a state on the problem."""
+    return {"method": tuner.method, **tuner.method.parts_that_remember()}
 
 
 def _stateful(tuner: SavedRun) -> list[Any]:
@@ -215,12 +217,9 @@ def _load_method(tuner: SavedRun, saved: Mapping[str, Any]) -> None:
         problem.forget(tuner.method)
         return
     place = next(iter(problem.weights.values())).device
-    solution, memory = (_placed(saved[key], problem.weights, place) for key in ("solution", "memory"))
-    problem.remember(tuner.method, MethodState(solution, memory))
-    for name, part in tuner.method.parts_that_remember().items():
-        problem.remember(
-            part, MethodState(None, _placed(saved["parts"].get(name, {}), problem.weights, place))
-        )
+    for name, part in _remembering(tuner).items():
+        state = _placed(saved["states"].get(name, {}), problem.weights, place)
+        problem.remember(part, MethodState(**state))
 
 
 def _placed(value: Any, weights: Mapping[str, Tensor], place: torch.device) -> Any:

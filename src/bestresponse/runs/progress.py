@@ -60,13 +60,16 @@ class Progress:
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
+        self._watched = ""
 
     def __call__(self, tuner: Run) -> None:
         if self._bar is None:
             self._bar = Bar(tuner.last_hyper_step, "hyper-step", tuner.hyper_step - 1)
         row = tuner.history[-1]
         losses = f"train={row['train_loss']:.3g}, val={row['val_loss']:.3g}"
-        self._bar.advance(text=f"{losses}, |dL/dλ|={row['hypergradient_norm']:.2g}")
+        if "watch_loss" in row:
+            self._watched = f", watch={row['watch_loss']:.3g}"
+        self._bar.advance(text=f"{losses}{self._watched}, |dL/dλ|={row['hypergradient_norm']:.2g}")
 
     def close(self) -> None:
         """Leave the bar as it stands."""

@@ -30,7 +30,7 @@ class WeightSteps:
 
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
         self.problem = problem
-        self._settings = _first_settings(optimizer)
+        self._settings = first_settings(optimizer)
         self._penalties: Sequence[Kinked] = penalties_at_zero(problem)
 
     def step(self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None) -> Tensor:
@@ -74,7 +74,7 @@ class WeightSteps:
             _set_groups(optimizer, kept[1])
 
 
-def _first_settings(optimizer: object) -> list[dict[str, Any]]:
+def first_settings(optimizer: object) -> list[dict[str, Any]]:
     """The parameter groups before a scheduler changed a rate (some do so when they are created)."""
     if not isinstance(optimizer, Optimizer):
         return []

@@ -2,14 +2,14 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..batches import Batches
+from ..batches import Batches, length_of, mapped, rows_of
 from ..passes import graph
 from ..passes.arithmetic import arithmetic
 from ..problem import Problem
@@ -129,21 +129,6 @@ def judged_by_its_arithmetic(trial: Trial) -> Trial:
     return replace(trial, exact=trial.exact and exact)
 
 
-def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with a function applied to each of its tensors, in tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Batches):
-        return Batches([mapped(b, function) for b in batch], batch.weights, batch.recompute)
-    if isinstance(batch, dict):
-        return type(batch)({k: mapped(v, function) for k, v in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(v, function) for v in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(mapped(v, function) for v in batch)
-    return batch
-
-
 def doubled(batch: Any) -> Any:
     """A batch with its floating-point tensors in float64."""
     return mapped(batch, lambda x: x.double() if x.is_floating_point() else x)
@@ -151,28 +136,8 @@ def doubled(batch: Any) -> Any:
 
 def _part(batch: Any) -> Any:
     """Evenly spaced examples of a batch, or of each of several, whose tensors have one length; else all of it."""
-    try:
-        if isinstance(batch, Batches):
-            return Batches([_part(b) for b in batch], batch.weights, batch.recompute)
-        lengths: set[int] = set()
-        _measure(batch, lengths)
-        length = lengths.pop() if len(lengths) == 1 else 0
-        rows = max(_ROWS, length // _SHARE)
-        if length <= rows:
-            return batch
-        return mapped(batch, lambda x: x[:: length // rows][:rows] if x.ndim else x)
-    except Exception:  # collections and tensors that cannot be split, for any reason
-        return batch
-
-
-def _measure(batch: Any, lengths: set[int]) -> None:
-    """Collect the lengths of the tensors; raise if there is more than plain collections and plain tensors."""
-    if isinstance(batch, Tensor):
-        if type(batch) is not Tensor or batch.layout != torch.strided or batch.is_nested:
-            raise TypeError
-        lengths.update([len(batch)] if batch.ndim else [])
-    elif isinstance(batch, dict | list | tuple):
-        if type(batch) not in (dict, list, tuple) and not hasattr(batch, "_fields"):
-            raise TypeError
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            _measure(value, lengths)
+    if isinstance(batch, Batches):
+        return Batches([_part(b) for b in batch], batch.weights, batch.recompute)
+    length = length_of(batch) or 0
+    rows = max(_ROWS, length // _SHARE)
+    return batch if length <= rows else rows_of(batch, slice(None, rows * (length // rows), length // rows))

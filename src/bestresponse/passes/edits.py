@@ -9,7 +9,7 @@ from ..errors import EvaluationError, named
 from .module_state import put_back, same_bits, sum_of_bits
 
 
-class Watch:
+class Edits:
     """Compares weights and hyperparameters before and after a pass, and raises if they changed.
 
     The first hypergradient of a problem compares values, which also shows edits through ``.data``. Later ones

@@ -1,0 +1,43 @@
+"""Steps of the hyperparameters along the hypergradient in their ``.grad``."""
+
+from torch.optim import Optimizer
+
+from ..hyperparameters import Bounded, Shrinking
+from ..problem import Problem
+from .weight_steps import first_settings
+
+
+class HyperSteps:
+    """A step of the optimiser, then shrinkage, then the bounds of the modules that have them.
+
+    Args:
+        problem: the two losses.
+        optimizer: the optimiser of the hyperparameters, whose first learning rates are recorded: a scheduler that
+            lowers a rate lowers the shrinkage too.
+    """
+
+    def __init__(self, problem: Problem, optimizer: Optimizer) -> None:
+        self.problem = problem
+        self._first = [float(group["lr"]) for group in first_settings(optimizer)]
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Make a step; ``.grad`` is empty afterwards."""
+        optimizer.step()
+        modules = list(self.problem.hyper.modules())
+        factors = self._factors(optimizer)
+        for module in modules:
+            if isinstance(module, Shrinking):
+                own = [factors[id(p)] for p in module.parameters() if id(p) in factors]
+                module.shrink_(max(own, default=1.0))
+        optimizer.zero_grad(set_to_none=True)
+        for module in modules:
+            if isinstance(module, Bounded):
+                module.project_()
+
+    def _factors(self, optimizer: Optimizer) -> dict[int, float]:
+        """The present learning rate of each hyperparameter, divided by its first one."""
+        factors = {}
+        for group, first in zip(optimizer.param_groups, self._first, strict=True):
+            factor = float(group["lr"]) / first if first else 1.0
+            factors.update({id(p): factor for p in group["params"]})
+        return factors
