@@ -11,12 +11,16 @@ from bestresponse.hyperparameters import WeightDecay
 from bestresponse.hyperparameters.weight_decay import penalty
 
 
+def layer_of(name):
+    return f"layers.{name[0]}"
+
+
 def model():
     return nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
 
 
 @pytest.mark.parametrize("power", [1, 2, 3.5])
-@pytest.mark.parametrize("per", ["global", "tensor", "weight"])
+@pytest.mark.parametrize("per", ["global", "tensor", "unit", "input", "weight", layer_of])
 def test_value_and_diagonal(per, power):
     net = model()
     decay = WeightDecay(net, per, power, initial=0.2)
@@ -31,7 +35,7 @@ def test_value_and_diagonal(per, power):
 
 
 @pytest.mark.parametrize("power", [1, 1.5, 2, 3.5])
-@pytest.mark.parametrize("per", ["global", "tensor", "weight"])
+@pytest.mark.parametrize("per", ["global", "tensor", "unit", "input", "weight", layer_of])
 def test_mixed_product_is_that_of_autograd(per, power):
     net = model()
     decay = WeightDecay(net, per, power, initial=0.2, exclude=["1.bias"])
@@ -44,7 +48,8 @@ def test_mixed_product_is_that_of_autograd(per, power):
     rates = dict(decay.named_parameters())
     expected = torch.autograd.grad(along, list(rates.values()), allow_unused=True)
     got = decay.mixed_product(net, v)
-    assert got.keys() == {n for n, x in zip(rates, expected, strict=True) if x is not None}
+    known = {n for n, x in zip(rates, expected, strict=True) if x is not None}
+    assert known == got.keys()
     for name, x in zip(rates, expected, strict=True):
         if x is not None:
             torch.testing.assert_close(got[name], x)
@@ -68,7 +73,7 @@ class Half(WeightDecay):
         return {n: d / 2 for n, d in super().curvature_diagonal(model).items()}
 
 
-@pytest.mark.parametrize("per", ["global", "tensor", "weight"])
+@pytest.mark.parametrize("per", ["global", "tensor", "unit", "input", "weight", layer_of])
 @pytest.mark.parametrize("kind", ["itself", "subclass", "around", "compiled"])
 def test_rest_of_any_kind_gives_the_mixed_term_of_its_function(kind, per):
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -269,3 +274,37 @@ def test_another_model_is_refused():
         decay(model().to("meta"))
     with pytest.raises(br.Error, match="must be a module"):
         WeightDecay([torch.zeros(3)])
+
+
+def test_shapes_of_shared_rates():
+    net = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(5, 6), nn.BatchNorm1d(6))
+    shapes = {
+        per: {n: list(p.shape) for n, p in WeightDecay(net, per).named_parameters()}
+        for per in ("unit", "input", layer_of)
+    }
+    assert shapes["unit"]["log_decay.0.weight"] == [4, 1, 1, 1]
+    assert shapes["unit"]["log_decay.2.bias"] == [6]
+    assert shapes["input"]["log_decay.0.weight"] == [1, 3, 1, 1]
+    assert shapes["input"]["log_decay.2.bias"] == []
+    assert shapes[layer_of] == {f"log_decay.layers.{i}": [] for i in range(3)}
+    values = WeightDecay(net, layer_of, initial=0.5).values()
+    assert values.keys() == dict(net.named_parameters()).keys()
+    assert all(float(x) == pytest.approx(0.5) for x in values.values())
+
+
+@pytest.mark.parametrize(
+    "per", [lambda name: 3, lambda name: "", lambda name: name.split(".")[0] + ".x" * (name[2] == "b")]
+)
+def test_bad_names_of_groups(per):
+    with pytest.raises(br.Error, match="must return the name of a group"):
+        WeightDecay(model(), per)
+
+
+def test_a_rate_of_a_group_is_the_sum_over_its_weights():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+    loose, tied = WeightDecay(net, "weight"), WeightDecay(net, layer_of)
+    (single,) = torch.autograd.grad(tied(net), tied.log_decay.layers.get_parameter("0"))
+    of_layer = [loose.log_decay.get_submodule("0").weight, loose.log_decay.get_submodule("0").bias]
+    each = torch.autograd.grad(loose(net), of_layer)
+    assert float(single) == pytest.approx(float(sum(g.sum() for g in each)))

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,6 +30,14 @@ class MethodState:
             return True
         of_solution = {n: w for n, w in weights.items() if n in self.solution}
         return _tree.same_layout(self.solution, of_solution)
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A method with parts that have their own state."""
+
+    def parts_that_remember(self) -> Mapping[str, object]:
+        """The parts of the method that have their own state on a problem, by name."""
 
 
 def settings_of(value: Any) -> str:

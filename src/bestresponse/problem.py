@@ -14,7 +14,7 @@ from ._tree import Tree
 from .distributed import refuse_several_processes
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
 from .hyperparameters.protocol import knows_its_curvature
-from .memory import MethodState, settings_of
+from .memory import MethodState, Remembering, settings_of
 from .parameters import split
 from .passes.edits import Edits
 from .passes.substitution import Loss
@@ -130,8 +130,12 @@ class Problem:
         return state
 
     def forget(self, method: Any) -> None:
-        """Drop the state that ``method`` keeps on this problem."""
-        self._states.pop(method, None)
+        """Drop the state that ``method`` and its parts keep on this problem."""
+        for part in (
+            method,
+            *(method.parts_that_remember().values() if isinstance(method, Remembering) else ()),
+        ):
+            self._states.pop(part, None)
 
     def remember(self, method: Any, state: MethodState) -> None:
         """Keep ``state`` for the next call of ``method``; the methods call this when they succeed."""

@@ -63,7 +63,7 @@ class ConcreteDropout(nn.Module):
             )
         self.shared, self.temperature = tuple(shared), temperature
         self.minimum, self.maximum = minimum, maximum
-        self.shrinkage = as_shrinkage(f"{name}.shrinkage", shrinkage)
+        self.shrinkage = as_shrinkage(f"{name}.shrinkage", shrinkage, 0.0, 1.0)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         self.logit = nn.Parameter(torch.full(sizes, _logit(initial)))
 

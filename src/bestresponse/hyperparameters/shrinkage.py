@@ -1,5 +1,6 @@
 """Shrinkage of many hyperparameters towards a common value, so that they overfit the validation data less."""
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -88,12 +89,18 @@ class Shrinkage:
         return total / max(1, sum(p.numel() for p in members))
 
 
-def as_shrinkage(name: str, value: object) -> Shrinkage | None:
+def as_shrinkage(
+    name: str, value: object, above: float = -math.inf, below: float = math.inf
+) -> Shrinkage | None:
     """A number as a `Shrinkage` of this strength; None for None and 0.
 
     Raises:
-        ArgumentError, ArgumentTypeError: it is neither, or the number is out of its range; the message has ``name``.
+        ArgumentError, ArgumentTypeError: it is neither, the number is out of its range, or ``towards`` is not between
+            ``above`` and ``below``; the message has ``name``.
     """
+    if isinstance(value, Shrinkage) and value.towards is not None:
+        between = f"between {above:g} and {below:g}" if below < math.inf else f"above {above:g}"
+        require(above < value.towards < below, f"{name}.towards", between, value.towards)
     if value is None or isinstance(value, Shrinkage):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -80,7 +80,7 @@ class WeightDecay(nn.Module):
         self.per: Sharing = per
         self.power = power
         self.minimum, self.maximum = minimum, maximum
-        self.shrinkage = as_shrinkage("WeightDecay.shrinkage", shrinkage)
+        self.shrinkage = as_shrinkage("WeightDecay.shrinkage", shrinkage, 0.0)
         weights = _included(model, [exclude] if isinstance(exclude, str) else exclude)
         self.names = list(weights)
         # The name of the parameter that has the rate of each weight.

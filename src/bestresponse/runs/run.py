@@ -1,18 +1,11 @@
 """The parts of a run that callbacks and checkpoints use."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..memory import Remembering
 from ..problem import Problem
 from .streams import Stream
-
-
-class Remembering(Protocol):
-    """A method, as a checkpoint sees it."""
-
-    def parts_that_remember(self) -> Mapping[str, object]:
-        """The parts of the method that have their own state on a problem, by name."""
 
 
 class Run(Protocol):

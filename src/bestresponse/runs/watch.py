@@ -70,12 +70,13 @@ class Watch(KeepBest):
         Raises:
             ArgumentError: there is no batch.
         """
-        total = count = 0.0
-        with tuner.problem.undisturbed(twice=False) as passes, torch.no_grad():
+        problem, total, count = tuner.problem, 0.0, 0
+        with problem.undisturbed(twice=False) as passes, passes.validating(), torch.no_grad():
             for batch in self.batches:
                 size = sum(length_of(piece) or 1 for piece, _ in weighted(batch))
-                loss = sum(weight * float(passes.val_loss(piece)) for piece, weight in weighted(batch))
-                total, count = total + size * loss, count + size
+                for piece, weight in weighted(batch):
+                    total += size * weight * float(problem.val_loss(problem.model, problem.hyper, piece))
+                count += size
         if not count:
             raise ArgumentError(
                 "watch must hold at least one batch; got none. Is drop_last dropping all of it?"
