@@ -7,7 +7,7 @@ from ..errors import ArgumentError
 from . import experiment, runs
 from .experiment import Experiment
 
-# A file and its class, in the order of the list on the command line.
+# File and class of each experiment, in the order that the command line lists them.
 _KINDS = (
     ("augment", "Augment"),
     ("best_response", "BestResponse"),
@@ -26,17 +26,17 @@ EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw the figures of the run in ``folder`` into it, from its files alone, and return their paths.
+    """Draw the figures of the run in ``folder`` from its files alone, and return their paths.
 
     Raises:
-        ArgumentError: the folder holds no run, or none of its rows yet.
+        ArgumentError: the folder holds no run, or a run without rows.
     """
     name = runs.read_config(folder).get("experiment", "")
     if name not in EXPERIMENTS:
         raise ArgumentError(
-            f"{folder} must be the run of one of {list(EXPERIMENTS)}; its config.json says {name!r}. Name another."
+            f"{folder} must be a run of one of {list(EXPERIMENTS)}; its config.json says {name!r}. Choose another."
         )
     paths = experiment.draw(folder, EXPERIMENTS[name])
     if not paths:
-        raise ArgumentError(f"{folder} must hold rows to draw; it has none. Has the run begun?")
+        raise ArgumentError(f"{folder} must hold rows to draw; it has none. Has the run started?")
     return paths
