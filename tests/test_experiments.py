@@ -66,7 +66,7 @@ def test_a_saved_run_is_resumed(tmp_path, capsys):
     assert run("--steps", 9, *options, "--seed", 1, "--out", tmp_path / "pieces", "--resume") == 1
     assert "it had seed=0" in capsys.readouterr().err
     assert run("--steps", 9, *options, "--out", tmp_path / "whole", "--resume") == 1
-    assert "has no run.pt. Start it with --save-every" in capsys.readouterr().err
+    assert "has no run.pt. Start with --save-every" in capsys.readouterr().err
     run("--steps", 1, *options, "--out", tmp_path / "pieces")
     assert not (tmp_path / "pieces" / "run.pt").exists()
 

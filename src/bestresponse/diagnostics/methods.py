@@ -86,9 +86,8 @@ def compare(
 
     def gradient() -> None:
         with problem.undisturbed(bench.seed, twice=False) as passes:
-            torch.autograd.grad(
-                passes.train_loss(bench.train), list(problem.weights.values()), allow_unused=True
-            )
+            loss = passes.train_loss(bench.train)
+            torch.autograd.grad(loss, list(problem.weights.values()), allow_unused=True)
 
     # Profilers do not nest; ours would end the caller's.
     unit = None if torch.autograd.profiler._is_profiler_enabled else measuring.peak_bytes(gradient)

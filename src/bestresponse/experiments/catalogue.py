@@ -1,27 +1,25 @@
 """The experiments of the command line, by name."""
 
-from importlib import import_module
 from pathlib import Path
 
 from ..errors import ArgumentError
 from . import experiment, runs
+from .augment import Augment
+from .best_response import BestResponse
+from .distill import Distill
 from .experiment import Experiment
+from .inverse_error import InverseError
+from .inverse_hessian import InverseHessian
+from .lstm import LSTM
+from .methods import Methods
+from .overfit import Overfit
+from .overfit_all import OverfitAll
+from .shapes import Shapes
+from .split import Split
 
-# File and class of each experiment, in the order that the command line lists them.
-_KINDS = (
-    ("augment", "Augment"),
-    ("best_response", "BestResponse"),
-    ("shapes", "Shapes"),
-    ("distill", "Distill"),
-    ("inverse_error", "InverseError"),
-    ("inverse_hessian", "InverseHessian"),
-    ("lstm", "LSTM"),
-    ("methods", "Methods"),
-    ("overfit", "Overfit"),
-    ("overfit_all", "OverfitAll"),
-    ("split", "Split"),
-)
-_CLASSES: list[type[Experiment]] = [getattr(import_module(f".{f}", __package__), c) for f, c in _KINDS]
+# In the order that the command line lists them.
+_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, InverseError, InverseHessian]
+_CLASSES += [LSTM, Methods, Overfit, OverfitAll, Split]
 EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 
 

@@ -189,20 +189,17 @@ def _mnist(folder: Path | None) -> Images:
 
 def _cifar10(folder: Path | None) -> Images:
     names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
-    *parts, test = (
-        _read_cifar(_cifar_file("CIFAR-10", "batches-bin", name, folder), labels=1) for name in names
-    )
+    paths = [_cifar_file("CIFAR-10", "batches-bin", name, folder) for name in names]
+    *parts, test = (_read_cifar(path, labels=1) for path in paths)
     x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return _scaled((x, y), test, _CIFAR10)
 
 
 def _cifar100(folder: Path | None) -> Images:
-    train, test, names = (
-        _cifar_file("CIFAR-100", "binary", name, folder)
-        for name in ("train.bin", "test.bin", "fine_label_names.txt")
-    )
-    lines = tuple(names.read_text(encoding="utf-8").split())
-    return _scaled(_read_cifar(train, labels=2), _read_cifar(test, labels=2), lines)
+    names = ("train.bin", "test.bin", "fine_label_names.txt")
+    train, test, labels = (_cifar_file("CIFAR-100", "binary", name, folder) for name in names)
+    classes = tuple(labels.read_text(encoding="utf-8").split())
+    return _scaled(_read_cifar(train, labels=2), _read_cifar(test, labels=2), classes)
 
 
 def _cifar_file(data: str, end: str, name: str, folder: Path | None) -> Path:

@@ -81,17 +81,15 @@ class Distill(Repeated):
         x, y = images.x_train, images.y_train
         if self.validation:
             x, y = images.draw(self.validation, seed=seed)[0]
-        val, test = (
-            (x.flatten(1).to(device), y.to(device)) for x, y in ((x, y), (images.x_test, images.y_test))
-        )
+        parts = (x, y), (images.x_test, images.y_test)
+        val, test = ((x.flatten(1).to(device), y.to(device)) for x, y in parts)
         inputs, labels = self._first_images(seed, images)
         classes = images.classes if self.soft_labels else None
         tuned = _Tuned(self, br.hyperparameters.DistilledData(inputs, labels, classes)).to(device)
         model = nn.Linear(val[0].shape[1], images.classes, device=device, dtype=val[0].dtype)
         exact = softmax.ExactSoftmax(tuned.penalty)
-        method: br.Method = br.Implicit(
-            br.ConjugateGradient(self.solver_steps), warm_start=True, estimate_error=False
-        )
+        solver = br.ConjugateGradient(self.solver_steps)
+        method: br.Method = br.Implicit(solver, warm_start=True, estimate_error=False)
         if self.learned_rate:
             method = br.Unrolled(self.inner_steps, lambda tuned: tuned.rate())
         optimizer = torch.optim.Adam(tuned.parameters(), self.pixel_rate)

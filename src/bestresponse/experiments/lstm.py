@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import bestresponse as br
@@ -70,9 +69,7 @@ class LSTM(Repeated):
     """Adam's learning rate for the logits of the rates and the logarithms of the penalties."""
     terms: Number = 0  # Neumann terms of the hypergradient; 0 is the identity (T1 − T2).
     initial_rate: float = 0.5  # The initial value of all dropout rates.
-    trials: Count = (
-        16  # Trials of a search, which share the budget with a final training under the best values.
-    )
+    trials: Count = 16  # Trials of a search; they and a final training share the budget equally.
     hyper_cost: Positive = 4.0  # The cost of a hyper-step, in training gradients.
     response_cost: Positive = 1.4  # The cost of a step of the self-tuning network, in training gradients.
     save_every: Count = 20  # Hyper-steps between two saved states.
@@ -201,14 +198,9 @@ class LSTM(Repeated):
         size = 10 * (self.length + 1)
         train, val = (text.sequences(s[:size], 10, self.length)[0] for s in (corpus.train, corpus.val))
 
-        def train_loss(model: LanguageModel, decay: nn.Module, batch: language.Batch) -> Tensor:
-            penalty: Tensor = decay(model)
-            return language.val_loss(model, decay, batch) + penalty
-
-        problem = br.Problem(model, decay, train_loss, language.val_loss)
-        curvature = br.GaussNewton(
-            lambda m, _, b: m(b[0])[0], br.losses.CrossEntropy(lambda batch: batch[1]), decay
-        )
+        val_loss, output_loss = language.val_loss, br.losses.CrossEntropy(lambda batch: batch[1])
+        problem = br.Problem(model, decay, lambda m, d, b: val_loss(m, d, b) + d(m), val_loss)
+        curvature = br.GaussNewton(lambda m, _, b: m(b[0])[0], output_loss, decay)
         weight_optimizer = torch.optim.Adam(problem.weights.values(), 3e-3)
         hyper_optimizer = torch.optim.RMSprop(decay.parameters(), 0.05)
         steps = self.budget // self.weight_steps
@@ -225,10 +217,8 @@ class LSTM(Repeated):
             seed=cell.seed,
         )
         cell.fit(tuner, [train], [val], steps, self.save_every)
-        perplexity, test = (
-            partial(language.perplexity, model),
-            text.sequences(corpus.test, self.batch, self.length),
-        )
+        perplexity = partial(language.perplexity, model)
+        test = text.sequences(corpus.test, self.batch, self.length)
         return {
             "hyperparameters": sum(p.numel() for p in decay.parameters()),
             "training loss": math.log(perplexity([train])),

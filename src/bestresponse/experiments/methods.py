@@ -89,9 +89,8 @@ class Methods(Repeated):
     training: Count = 500  # Adam's steps for training a hypernetwork.
     trials: Count = 20  # Trials of a search.
     log_decay: LogDecay = -3.0  # λ, the natural logarithm of each decay.
-    sizes: Annotated[int, Range(2, 10)] = (
-        3  # The number of sizes for the growth of memory; each doubles the last one.
-    )
+    sizes: Annotated[int, Range(2, 10)] = 3
+    """The number of sizes at which memory is measured, each twice the one before."""
     repeats: Count = 3  # The number of timings of each method, of which the median is taken.
 
     def check(self) -> None:
@@ -143,11 +142,8 @@ class Methods(Repeated):
 
             for _ in range(one.calls):
                 work()
-            measured = (
-                work(),
-                self._seconds(work),
-                measuring.peak_bytes(partial(work, one.brief or one.method)),
-            )
+            memory = partial(work, one.brief or one.method)
+            measured = work(), self._seconds(work), measuring.peak_bytes(memory)
             # The step size differs between seeds.
             here = short(one.method).replace(f"={rate:.3g}", "=α")
             yield row(one.paper, one.family, *measured, here=here, trained=0)
@@ -228,9 +224,7 @@ class Methods(Repeated):
         return {"orders": orders.slopes([row for row in rows if row["table"] == 2]), "here": here}
 
     def note(self, rows: list[Row]) -> str:
-        units = (
-            "time and memory: in training gradients; trained: training steps before the first hypergradient"
-        )
+        units = "time and memory: in training gradients; trained: training steps beforehand"
         growth = "growth of memory: slopes of log memory against the logarithm of each size"
         return "\n\n".join([_layout.fold(units), growth, _layout.table(self.more(rows)["orders"])])
 

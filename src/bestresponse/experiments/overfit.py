@@ -132,9 +132,7 @@ class Overfit(Experiment):
         tuned_bytes = cost.peak_bytes(device, tune)
         written = len(runs.read_rows(folder)) if (folder / "metrics.jsonl").is_file() else 0
         if interrupted:
-            print(
-                f"\ninterrupted after {written} of {self.steps} hyper-steps; all rows up to here are written"
-            )
+            print(f"\ninterrupted after {written} of {self.steps} hyper-steps; their rows are written")
         problem.model.eval()
         row: Row = _errors(problem.model, {"train error": train, "validation error": val, "test error": test})
         row["weights"] = sum(w.numel() for w in problem.weights.values())

@@ -46,9 +46,7 @@ def begin(folder: Path, config: Row, files: Sequence[str] = (), resume: bool = F
 def _check_resumed(folder: Path, config: Row) -> None:
     before = read_config(folder)
     if not (folder / "run.pt").is_file():
-        raise ArgumentError(
-            f"--resume needs a saved run; {folder} has no run.pt. Start it with --save-every."
-        )
+        raise ArgumentError(f"--resume needs a saved run; {folder} has no run.pt. Start with --save-every.")
     names = sorted(config.keys() - _MAY_CHANGE)
     differing = ", ".join(f"{n}={before.get(n)!r}" for n in names if before.get(n) != config[n])
     if differing:

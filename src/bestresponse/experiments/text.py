@@ -58,9 +58,8 @@ def load(
     vocabulary = tuple(sorted({*kept, _UNKNOWN}))
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = numbers[_UNKNOWN]
-    first, second, third = (
-        torch.tensor([numbers.get(w, unknown) for w in part], device=device) for part in parts
-    )
+    encoded = [[numbers.get(word, unknown) for word in part] for part in parts]
+    first, second, third = (torch.tensor(part, device=device) for part in encoded)
     return Corpus(first, second, third, vocabulary)
 
 
@@ -74,10 +73,8 @@ def sequences(stream: Tensor, batch: int, length: int) -> list[tuple[Tensor, Ten
     """Pairs (words, following words) in order, each [length, batch]; the last pair may be shorter."""
     table = columns(stream, batch)
     last = len(table) - 1
-    return [
-        (table[begin : min(begin + length, last)], table[begin + 1 : min(begin + length, last) + 1])
-        for begin in range(0, last, length)
-    ]
+    ends = [(begin, min(begin + length, last)) for begin in range(0, last, length)]
+    return [(table[begin:end], table[begin + 1 : end + 1]) for begin, end in ends]
 
 
 def _ptb(folder: Path | None) -> list[list[str]]:
