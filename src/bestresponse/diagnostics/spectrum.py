@@ -92,9 +92,9 @@ def examine(bench: Bench) -> Spectrum:
 
 def _report_eigenvalues(bench: Bench, spectrum: Spectrum) -> None:
     low, high = spectrum.lowest, spectrum.highest
-    seen = "eigenvalues" if spectrum.whole else f"eigenvalues from {_STEPS} products"
+    seen = "eigenvalues" if spectrum.whole else f"eigenvalues estimated by {_STEPS} products"
     series = f": a Neumann series converges for a scale below {2.0 / high:.3g}" if high > 0.0 else ""
-    bench.add("note", f"{seen} from {low:.3g} to {high:.3g}{series}.")
+    bench.add("note", f"{seen} lie between {low:.3g} and {high:.3g}{series}.")
     if spectrum.indefinite:
         bench.add(
             "warning",
@@ -115,11 +115,11 @@ def _report_eigenvalues(bench: Bench, spectrum: Spectrum) -> None:
 def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining | None) -> None:
     """Report the training gradient, and how far the training loss could fall or did fall in retraining."""
     bench.topic = "stationarity"
-    text = f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}, and train_loss {spectrum.loss:.3g}."
+    text = f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}, and train_loss is {spectrum.loss:.3g}."
     gains = []
     if not spectrum.indefinite:
         gains.append(spectrum.to_gain)
-        text += f" In a quadratic model, train_loss could fall by {spectrum.to_gain:.3g}."
+        text += f" A quadratic model predicts that train_loss can fall by {spectrum.to_gain:.3g}."
     if retraining is not None:
         gains.append(retraining.before - retraining.after)
         text += f" Retraining on this batch lowered it by {gains[-1]:.3g}."

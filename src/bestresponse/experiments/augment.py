@@ -55,7 +55,7 @@ class Augment(Repeated):
     data: Literal["digits", "mnist", "cifar10"] = "digits"
     """The data set. digits comes with scikit-learn; the others are read from --data-dir."""
     learn: Literal["augmentation", "weights", "both"] = "augmentation"
-    """What is tuned: a network that changes the images, one that weights them, or both."""
+    """The tuned networks: one that changes the images, one that weights them, or both."""
     network: Literal["resnet8", "resnet18"] = "resnet8"  # The network that is trained.
     train: Count = 100  # Training images.
     validation: Count = 500  # Validation images.

@@ -1,4 +1,4 @@
-"""The whole of a problem with one weight and one hyperparameter: the paper's figure 1."""
+"""Both losses of a problem with one weight and one hyperparameter: the paper's figure 1."""
 
 from pathlib import Path
 from typing import Any

@@ -92,34 +92,14 @@ class Overfit(Experiment):
         return br.Problem(model, decay, train_loss, val_loss)
 
     def _tune(self, make: Callable[[], br.Problem], batches: list[Batch], folder: Path) -> Iterator[Row]:
-        """Tune, from the saved state with --resume; after an interrupt, all files are still written."""
+        """Tune and measure the costs; after an interrupt, all files are still written."""
         train, val, test = batches
         copy, device = make(), train[0].device
         plain = torch.optim.Adam(copy.weights.values(), self.weight_rate)
         pace = cost.Pace(copy, plain, train, max(1, self.steps // 50))
         plain_bytes = cost.peak_bytes(device, lambda: pace.steps(3))
         problem = make()
-        # A thousand test images are enough for a curve.
-        shown = {"train_error": train, "val_error": val, "test_error": (test[0][:1000], test[1][:1000])}
-        tuner = br.Tuner(
-            problem,
-            torch.optim.Adam(problem.weights.values(), self.weight_rate),
-            torch.optim.RMSprop(problem.hyperparameters.values(), self.hyper_rate),
-            METHODS[self.method](self.terms, self.scale, problem.hyper),
-            weight_steps=self.weight_steps,
-            seed=self.seed,
-            callbacks=[
-                pace,
-                br.callbacks.Evaluate(lambda model, _: _errors(model, shown), max(1, self.steps // 50)),
-                br.callbacks.JSONLines(folder / "metrics.jsonl"),
-                br.callbacks.Progress(),
-                pace.begin,
-            ],
-        )
-        if self.save_every:
-            tuner.callbacks.append(br.callbacks.Checkpoint(folder / "run.pt", self.save_every))
-        if self.resume:
-            tuner.load(folder / "run.pt")
+        tuner = self._tuner(problem, pace, batches, folder)
         interrupted = False
 
         def tune() -> None:
@@ -141,6 +121,32 @@ class Overfit(Experiment):
         if tuned_bytes is not None and plain_bytes is not None and plain_bytes > _SMALL:
             row["memory / plain"] = tuned_bytes / plain_bytes
         yield row | {"interrupted": interrupted, "hyper_steps": written}
+
+    def _tuner(self, problem: br.Problem, pace: cost.Pace, batches: list[Batch], folder: Path) -> br.Tuner:
+        """The tuner with its callbacks, in the saved state with --resume."""
+        train, val, test = batches
+        # A thousand test images are enough for a curve.
+        shown = {"train_error": train, "val_error": val, "test_error": (test[0][:1000], test[1][:1000])}
+        tuner = br.Tuner(
+            problem,
+            torch.optim.Adam(problem.weights.values(), self.weight_rate),
+            torch.optim.RMSprop(problem.hyperparameters.values(), self.hyper_rate),
+            METHODS[self.method](self.terms, self.scale, problem.hyper),
+            weight_steps=self.weight_steps,
+            seed=self.seed,
+            callbacks=[
+                pace,
+                br.callbacks.Evaluate(lambda model, _: _errors(model, shown), max(1, self.steps // 50)),
+                br.callbacks.JSONLines(folder / "metrics.jsonl"),
+                br.callbacks.Progress(),
+                pace.begin,
+            ],
+        )
+        if self.save_every:
+            tuner.callbacks.append(br.callbacks.Checkpoint(folder / "run.pt", self.save_every))
+        if self.resume:
+            tuner.load(folder / "run.pt")
+        return tuner
 
     def table(self, rows: list[Row]) -> list[Row]:
         return [{name: value for name, value in row.items() if name not in _STATUS} for row in rows]
