@@ -713,7 +713,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (("check", "mine.broken:make"), "SyntaxError"),
         (("check", ".tuning:make"), "package.module:function"),
         (("check", "mine.tuning:make_problem", "--json", "nowhere/found.json"), "nowhere/found.json"),
-        (("check", "nowhere:make"), "no module"),
+        (("check", "nowhere:make"), "needs the module 'nowhere'"),
         (("check", "mine.tuning:absent"), "has no 'absent'"),
         (("check", "mine.tuning:nothing"), "must return (problem, train_batch, val_batch)"),
     ):

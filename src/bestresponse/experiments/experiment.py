@@ -110,10 +110,6 @@ class Experiment(ABC):
         kept: Row = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names}
         return cls(**kept)
 
-    def all_seeds(self) -> Sequence[int]:
-        """All seeds, in order."""
-        return [self.seed]
-
     def check(self) -> None:
         """Raise if an option is outside the range of its type, or if options contradict each other."""
         hints = get_type_hints(type(self), include_extras=True)
@@ -155,7 +151,8 @@ class Repeated(Experiment):
 
     seeds: Count = 1  # The number of seeds; the table shows means and standard deviations over them.
 
-    def all_seeds(self) -> Sequence[int]:
+    def all_seeds(self) -> range:
+        """All seeds, in order."""
         return range(self.seed, self.seed + self.seeds)
 
 

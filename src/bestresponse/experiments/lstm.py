@@ -52,7 +52,7 @@ class LSTM(Repeated):
     by, of = ("row", "hyperparameters"), ("validation perplexity", "test perplexity", "seconds")
 
     data: Literal["python", "ptb"] = "python"
-    """The text: the help that comes with Python, or the Penn TreeBank from --data-dir."""
+    """The text: the help texts of Python, or the Penn TreeBank from --data-dir."""
     words: Number = 500  # The size of the vocabulary, which has the most frequent words; 0 takes all.
     train_words: Number = 20_000
     """Words of training text; validation and test each get an eighth as many. 0 takes all."""

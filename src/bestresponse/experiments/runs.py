@@ -97,7 +97,7 @@ def read_config(folder: Path) -> Row:
         raise ArgumentError(f"{folder} must be the folder of a run; it has no config.json. Choose another.")
     config = read_json(path)
     if not isinstance(config, dict):
-        raise ArgumentError(f"{path} must be the configuration of a run; it is damaged. Run it again.")
+        raise ArgumentError(f"{path} must hold the configuration of a run; it does not. Run it again.")
     return config
 
 
