@@ -199,7 +199,7 @@ class LSTM(Repeated):
         train, val = (text.sequences(s[:size], 10, self.length)[0] for s in (corpus.train, corpus.val))
 
         val_loss, output_loss = language.val_loss, br.losses.CrossEntropy(lambda batch: batch[1])
-        problem = br.Problem(model, decay, lambda m, d, b: val_loss(m, d, b) + d(m), val_loss)
+        problem = br.Problem(model, decay, lambda m, d, b: d(m) + val_loss(m, d, b), val_loss)
         curvature = br.GaussNewton(lambda m, _, b: m(b[0])[0], output_loss, decay)
         weight_optimizer = torch.optim.Adam(problem.weights.values(), 3e-3)
         hyper_optimizer = torch.optim.RMSprop(decay.parameters(), 0.05)
