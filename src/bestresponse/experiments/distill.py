@@ -233,8 +233,8 @@ class _Snapshots:
 
 
 def _train_loss(model: nn.Module, tuned: _Tuned, batch: None) -> Tensor:
-    inputs, targets = tuned()
-    return F.cross_entropy(model(inputs.flatten(1)), targets) + tuned.penalty / 2 * squared_norm(model)
+    (inputs, targets), squares = tuned(), squared_norm(model)
+    return F.cross_entropy(model(inputs.flatten(1)), targets) + tuned.penalty / 2 * squares
 
 
 def _val_loss(model: nn.Module, tuned: _Tuned, batch: Batch) -> Tensor:

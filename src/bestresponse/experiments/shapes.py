@@ -126,7 +126,8 @@ class _Scales(nn.Module):
 
 
 def _train_loss(model: nn.Module, hyper: Any, batch: regression.Batch) -> Tensor:
-    decay: Tensor = 0.5 * hyper.log_decay.exp() * squared_norm(model)
+    squares = squared_norm(model)
+    decay: Tensor = 0.5 * hyper.log_decay.exp() * squares
     return _val_loss(model, hyper, batch) + decay
 
 
