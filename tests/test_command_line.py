@@ -148,7 +148,7 @@ def test_a_check_fits_sixty_columns(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert widest(shown) <= 60
     assert "method: Implicit()" in shown
-    assert "of re-training: " in shown
+    assert "of retraining: " in shown
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_good_problem_has_no_errors_and_the_right_numbers(every_method):
     assert by_name["exact"].cosine == pytest.approx(1.0, abs=1e-6)
     assert by_name["Implicit(Identity())"].cosine < 0.99
     assert all(r.seconds > 0 and r.memory > 0 for r in found.rows[1:])
-    assert "times the slope of training again" in found.recommendation
+    assert "times the slope of retraining" in found.recommendation
 
 
 def test_it_changes_nothing(every_method):
@@ -143,7 +143,7 @@ def test_it_is_data_and_text(every_method):
     assert plain["spectrum"]["highest"] == found.spectrum.highest
     assert plain["findings"][0]["topic"] == "losses"
     text = str(found)
-    assert "To begin with: Implicit()" in text
+    assert "Recommendation: Implicit()" in text
     assert "Implicit(Neumann(20))" in text
     assert max(map(len, text.splitlines())) <= 140
 
@@ -703,7 +703,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", sys.path.copy())
     words = ["check", "mine.tuning:make_problem", "--json", "found.json", "--retrain-steps", "20"]
     assert main(words) == 0
-    assert "To begin with: Implicit(" in capsys.readouterr().out
+    assert "Recommendation: Implicit(" in capsys.readouterr().out
     assert json.loads((tmp_path / "found.json").read_text())["spectrum"]["whole"] is True
     assert main(["check", "mine.tuning:bad"]) == 1
     assert "ERROR" in capsys.readouterr().out
@@ -713,7 +713,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (("check", "mine.broken:make"), "SyntaxError"),
         (("check", ".tuning:make"), "package.module:function"),
         (("check", "mine.tuning:make_problem", "--json", "nowhere/found.json"), "nowhere/found.json"),
-        (("check", "nowhere:make"), "no module"),
+        (("check", "nowhere:make"), "needs the module 'nowhere'"),
         (("check", "mine.tuning:absent"), "has no 'absent'"),
         (("check", "mine.tuning:nothing"), "must return (problem, train_batch, val_batch)"),
     ):

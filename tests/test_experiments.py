@@ -66,7 +66,7 @@ def test_a_saved_run_is_resumed(tmp_path, capsys):
     assert run("--steps", 9, *options, "--seed", 1, "--out", tmp_path / "pieces", "--resume") == 1
     assert "it had seed=0" in capsys.readouterr().err
     assert run("--steps", 9, *options, "--out", tmp_path / "whole", "--resume") == 1
-    assert "has no run.pt. Begin it with --save-every" in capsys.readouterr().err
+    assert "has no run.pt. Start with --save-every" in capsys.readouterr().err
     run("--steps", 1, *options, "--out", tmp_path / "pieces")
     assert not (tmp_path / "pieces" / "run.pt").exists()
 
@@ -106,7 +106,7 @@ def test_help_and_unknown_commands(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == br.__version__
     assert cli.main(["reproduce", "nothing"]) == 2
-    assert "no experiment 'nothing'; there is " in capsys.readouterr().err
+    assert "no experiment 'nothing'; the experiments are " in capsys.readouterr().err
     assert cli.main(["reproduce"]) == 0
     assert cli.main(["draw"]) == 2
     assert "no such command: draw" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_help_and_unknown_commands(capsys):
 
 def test_errors_are_one_sentence_without_a_traceback(tmp_path, capsys):
     assert run("--model", "lenet", "--out", tmp_path / "x") == 1
-    assert "lenet needs images of 28×28" in capsys.readouterr().err
+    assert "lenet needs images of at least 28×28" in capsys.readouterr().err
     assert run("--data", "mnist", "--data-dir", tmp_path, "--out", tmp_path / "x") == 1
     message = capsys.readouterr().err
     assert "MNIST needs the file train-images-idx3-ubyte.gz" in message
@@ -144,7 +144,7 @@ def test_errors_are_one_sentence_without_a_traceback(tmp_path, capsys):
     assert run("--steps", 1, "--out", tmp_path / "file") == 1
     assert "--out must name a folder" in capsys.readouterr().err
     assert run("--steps", 1, "--train-size", 1_190, "--out", tmp_path / "x") == 1
-    assert "1198 examples; got a demand for 1240" in capsys.readouterr().err
+    assert "1198 examples; got a request for 1240" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_ends_with_its_files_whole(tmp_path):

@@ -1,4 +1,4 @@
-"""The command ``bestresponse``: the paper's experiments, generated from their dataclasses."""
+"""The command ``bestresponse``, whose options come from the dataclasses of the experiments."""
 
 import json
 import sys
@@ -17,16 +17,16 @@ from .errors import Error
 
 _COMMANDS = {
     "bestresponse reproduce NAME [options]": "run an experiment of the paper",
-    "bestresponse reproduce NAME --help": "every option with its default",
-    "bestresponse plot FOLDER": "draw the figures of a run again, from what it has written",
-    "bestresponse check MODULE:FUNCTION": "is your problem ready, and which method suits it",
+    "bestresponse reproduce NAME --help": "show every option with its default",
+    "bestresponse plot FOLDER": "draw the figures of a run again from its files",
+    "bestresponse check MODULE:FUNCTION": "check a problem and compare methods on it",
     "bestresponse --version": "",
 }
 
 
 @dataclass
 class Plot:
-    """Draw the figures of a run again, from the files in its folder alone."""
+    """Draw the figures of a run again from the files in its folder."""
 
     folder: Path
     """The folder of the run."""
@@ -34,23 +34,23 @@ class Plot:
 
 @dataclass
 class CheckProblem:
-    """Is a problem ready to be tuned, which method suits it, and what does it cost?"""
+    """Check whether a problem is ready for tuning, and compare the results and costs of all methods on it."""
 
     place: str
-    """A function, as package.module:function, that returns (problem, train_batch, val_batch), and may add the weight
-    optimiser. The module is looked for in the present folder too."""
+    """A function, as package.module:function, that returns (problem, train_batch, val_batch) or these and the weight
+    optimiser. The module may be in the current folder."""
     json: Path | None = None
-    """A file to write everything into."""
+    """A JSON file for all results."""
     retrain_steps: int = 100
-    """Steps of each of five re-trainings that the hypergradients are compared with; 0 leaves them out."""
+    """Steps in each of the five retraining runs that hypergradients are compared with; 0 skips the comparison."""
     seed: int = 0
-    """Of the random state of each pass."""
+    """The seed of the random state of each pass."""
 
     def run(self) -> int:
-        """Check, print, and return the exit status: 1 where the problem has an error, 2 where there is no problem."""
+        """Check, print, and return the exit status: 1 if the problem has an error, 2 if there is no problem."""
         try:
             if self.json is not None:
-                self.json.touch()  # before the work, not after it
+                self.json.touch()  # fail before the long check, not after it
             problem, train_batch, val_batch, *optimizer = _made(self.place)
             found = check(
                 problem,
@@ -71,7 +71,7 @@ class CheckProblem:
 
 
 def _made(place: str) -> tuple[Any, ...]:
-    """What the function at a place returns."""
+    """The result of the function at a place."""
     module_name, colon, name = place.partition(":")
     if not (module_name and colon and name) or module_name.startswith("."):
         raise Error(f"check needs a function as package.module:function; got {place!r}.")
@@ -80,25 +80,25 @@ def _made(place: str) -> tuple[Any, ...]:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         raise Error(
-            f"there is no module {error.name!r}, which {place!r} needs; looked in {Path.cwd()} and what is installed."
+            f"{place!r} needs the module {error.name!r}; it is neither in {Path.cwd()} nor installed."
         ) from error
     except Exception as error:
-        raise Error(f"the module {module_name!r} can't be imported: {_said(error)}.") from error
+        raise Error(f"the module {module_name!r} can't be imported: {_description(error)}.") from error
     if not callable(function := getattr(module, name, None)):
         raise Error(f"the module {module_name!r} has no {name!r} to call.")
     try:
         made = function()
     except Exception as error:
-        raise Error(f"{place} must make a problem; it raised {_said(error)}.") from error
+        raise Error(f"{place} must make a problem; it raised {_description(error)}.") from error
     if not isinstance(made, tuple | list) or len(made) not in (3, 4):
         raise Error(
-            f"{place} must return (problem, train_batch, val_batch), or these and the weight optimiser; got "
+            f"{place} must return (problem, train_batch, val_batch) or these and the weight optimiser; got "
             f"{type(made).__name__}."
         )
     return tuple(made)
 
 
-def _said(error: Exception) -> str:
+def _description(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
 
@@ -147,7 +147,10 @@ def _run(words: list[str]) -> int:
             print(version("bestresponse"))
         case ["reproduce", name, *_] if not name.startswith("-"):
             known = ", ".join(experiments)
-            print(f"{usage}\n\nbestresponse: no experiment {name!r}; there is {known}.", file=sys.stderr)
+            print(
+                f"{usage}\n\nbestresponse: no experiment {name!r}; the experiments are {known}.",
+                file=sys.stderr,
+            )
             return 2
         case [] | ["reproduce"] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
             print(usage)
@@ -163,7 +166,7 @@ def _usage() -> str:
 
 
 def _preset(words: Sequence[str]) -> str:
-    """The last value of --preset, which says where all other options begin."""
+    """The last value of --preset, which sets the defaults of the other options."""
     preset = "smoke"
     for word, following in pairwise([*words, ""]):
         if word == "--preset":

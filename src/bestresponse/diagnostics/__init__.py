@@ -1,4 +1,4 @@
-"""Is a problem ready to be tuned, which method suits it, and what does it cost? One call tells."""
+"""One call that checks whether a problem is ready for tuning, and compares the results and costs of the methods."""
 
 from .check import Check, check
 from .findings import Finding

@@ -1,4 +1,4 @@
-"""One call for a new problem."""
+"""The check of a new problem, in one call."""
 
 import math
 import textwrap
@@ -25,15 +25,15 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ER
 
 @dataclass(frozen=True)
 class Check:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
-        findings: sentence by sentence, in the order of the tests.
-        spectrum: curvature and stationarity; None where no product could be made.
-        retraining: the slope of the validation loss along the reference hypergradient, by training again; None where
-            it was left out or failed.
-        rows: what each method gives and costs.
-        recommendation: which method to begin with.
+        findings: the findings in the order of the tests.
+        spectrum: curvature and stationarity; None if they could not be measured.
+        retraining: the slope of the validation loss along the reference hypergradient, measured by retraining; None if
+            it was skipped or failed.
+        rows: the result and the cost of each method.
+        recommendation: the method to start with.
     """
 
     problem: str
@@ -45,11 +45,11 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings may stand."""
+        """Whether there is no error; there may be warnings."""
         return not any(f.level == "error" for f in self.findings)
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON: a number that is not finite is None."""
+        """All results as plain data for JSON; a number that is not finite becomes None."""
         plain: dict[str, Any] = _finite(asdict(self))
         return plain
 
@@ -59,7 +59,7 @@ class Check:
             lines.append(_layout.fold(f"{_MARKS[f.level]}  {f.topic}: {f.text}", " " * 9))
         if self.rows:
             lines += ["", *_table(self.rows, self.retraining)]
-        lines += ["", _layout.fold("To begin with: " + self.recommendation)]
+        lines += ["", _layout.fold("Recommendation: " + self.recommendation)]
         return "\n".join(lines)
 
 
@@ -73,30 +73,35 @@ def check(
     retrain_steps: int = 100,
     seed: int = 0,
 ) -> Check:
-    """Is a problem ready to be tuned, which method suits it, and what does it cost?
+    """Check whether a problem is ready for tuning, and compare the results and costs of all methods on it.
 
-    It looks in turn at: the values of the losses, whether they repeat, and whether they are means; a first
-    hypergradient, with its errors and warnings and the verification of its second derivatives; the gradients of both
-    losses against differences (which finds detached tensors and edits through ``.data``); the curvature's extreme
-    eigenvalues; how stationary the weights are; each method's hypergradient against training again, its time and
-    memory. Derivatives are compared in a float64 copy where one can be made. An error ends the check. It takes about a
-    thousand training gradients, half of them for the re-training. Weights, hyperparameters, buffers, ``.grad``, modes,
-    random state and what methods remember are as before, also after an error.
+    The check examines, in this order:
+
+    - the losses: whether they are finite, repeatable, and means over the batch;
+    - a first hypergradient, with its errors and warnings and the verification of its second derivatives;
+    - the gradients of both losses against differences, which finds detached tensors and edits through ``.data``;
+    - the extreme eigenvalues of the curvature;
+    - the hypergradient of each method against retraining, with its time and memory;
+    - how stationary the weights are.
+
+    It compares derivatives in a float64 copy if it can make one. An error ends the check. It takes about a thousand
+    training gradients, half of them for retraining. Weights, hyperparameters, buffers, ``.grad``, modes, random state
+    and the memory of methods stay unchanged, even after an error.
 
     Args:
-        problem: the problem; its weights should be about where hyper-steps will begin.
-        train_batch: a training batch, as large as may be.
+        problem: the problem; its weights should be close to where hyper-steps will start.
+        train_batch: a training batch, as large as possible.
         val_batch: a validation batch.
-        weight_optimizer: what trains the weights, which is then looked at too.
+        weight_optimizer: the optimiser of the weights, which is then checked too.
         methods: more methods to compare, by name, such as ``{"GN": Implicit(curvature=GaussNewton(...))}``.
-        retrain_steps: S steps of each of five re-trainings; zero leaves them out.
-        seed: of the random state of each pass.
+        retrain_steps: S, the steps in each of five retraining runs; 0 skips them.
+        seed: seed of the random state of each pass.
 
     Returns:
-        A `Check`: print it, or take its `Check.data`.
+        A `Check`: print it, or use `Check.data`.
 
     Raises:
-        ArgumentTypeError: an argument is of the wrong kind. What is wrong with the problem is a finding.
+        ArgumentTypeError: an argument has the wrong type. Faults of the problem are findings instead.
     """
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
@@ -105,36 +110,36 @@ def check(
     for method in (methods or {}).values():
         require_method(method)
     bench = Bench(problem, train_batch, val_batch, seed)
-    # A pass may edit the weights, which is one of the faults.
+    # One of the faults to find is a pass that edits the weights.
     with warnings.catch_warnings(), _tree.put_back(problem.live()):
         warnings.simplefilter("ignore")
         return _examined(bench, weight_optimizer, dict(methods or {}), retrain_steps)
 
 
 def _examined(bench: Bench, optimizer: Any, more: dict[str, Method], steps: int) -> Check:
-    """Each test in turn, up to the first error."""
+    """Run the tests in order, up to the first error."""
     known: Spectrum | None = None
     again: Retraining | None = None
     rows: list[Row] = []
-    with bench.errors_told():
-        bench.leave_the_callers()
+    with bench.errors_as_findings():
+        bench.copy_problem()
         if optimizer is not None:
             bench.topic = "weight optimiser"
             check_weight_optimizer(bench.problem, optimizer)
-            bench.say("ok", "it holds every weight, no hyperparameter, and no decay.")
+            bench.add("ok", "it has every weight, no hyperparameter and no weight decay.")
         losses.examine(bench)
         best = derivatives.reference(bench)
         derivatives.slopes(bench)
         known = spectrum.examine(bench)
         size = _tree.norm(best)
         direction = _tree.scale(best, 1.0 / (size or 1.0))
-        bench.topic = "re-training"
+        bench.topic = "retraining"
         if size and steps and known.highest > 0.0:
             again = retrain(bench, direction, size, known.highest, steps)
         bench.topic = "methods"
         tried = methods.candidates(bench, known, optimizer) | more if size else {}
         rows = methods.compare(bench, tried, optimizer, direction, best)
-        spectrum.tell_stationarity(bench, known, again)
+        spectrum.report_stationarity(bench, known, again)
     advice = recommended(bench, known, again, rows)
     return Check(repr(bench.problem), tuple(bench.findings), known, again, tuple(rows), advice)
 
@@ -153,7 +158,7 @@ def _table(rows: tuple[Row, ...], retraining: Retraining | None) -> list[str]:
         {
             "method": r.method,
             "slope": r.slope,
-            "of re-training": r.slope / slope if slope and r.slope is not None else None,
+            "of retraining": r.slope / slope if slope and r.slope is not None else None,
             "cosine": r.cosine,
             "products": r.products,
             "time": r.seconds,
@@ -163,11 +168,10 @@ def _table(rows: tuple[Row, ...], retraining: Retraining | None) -> list[str]:
         for r in rows
     ]
     note = (
-        "Slope: along the reference hypergradient (conjugate gradient, 50 steps). Time and memory in training "
+        "slope: along the reference hypergradient (conjugate gradient, 50 steps). time and memory: in training "
         "gradients."
     )
     if retraining is not None:
-        note += (
-            f" Training again for {retraining.steps} steps: {retraining.slope:.4g} ± {retraining.error:.1g}."
-        )
+        result = f"{retraining.slope:.4g} ± {retraining.error:.1g}"
+        note += f" Retraining for {retraining.steps} steps gives the slope {result}."
     return [_layout.table(cells), "", _layout.fold(note)]

@@ -1,4 +1,4 @@
-"""The first hypergradient, which verifies second derivatives; and the gradient of each loss against differences."""
+"""The first hypergradient, which verifies second derivatives; and the gradients of the losses against differences."""
 
 import warnings
 
@@ -20,47 +20,47 @@ _TENSORS = 40
 
 
 def reference(bench: Bench) -> Tree:
-    """The hypergradient by conjugate gradient of fifty steps; where second derivatives are lost, by differences.
+    """The hypergradient by fifty conjugate-gradient steps; by differences if second derivatives are lost.
 
-    It is the first one of the problem. What it raises and warns of, and what it verifies, become findings.
+    It is the first one of the problem. Its errors, warnings and verification become findings.
     """
     bench.topic = "hypergradient"
+    level: Level = "ok"
+    text = "one product and one mixed term agree with differences of the training gradient."
     try:
-        found = _fifty_steps(bench, Hessian())
-        text = "one product and one mixed term agree with differences of the training gradient."
-        said: tuple[Level, str] = (
-            ("ok", text) if found.verification == "verified" else ("note", f"{found.verification}.")
-        )
+        h = _fifty_steps(bench, Hessian())
+        if h.verification != "verified":
+            level, text = "note", f"{h.verification}."
     except SecondDerivativeError as error:
-        found = _fifty_steps(bench, FiniteDifference())
-        said = "error", str(error)
-    bench.findings.append(Finding(said[0], "second derivatives", said[1]))
-    through = _tree.norm(found.indirect)
-    bench.direct_only = through == 0.0
-    bench.say(
-        "note" if found.norm else "warning",
-        f"its norm is {found.norm:.3g}; {_tree.norm(found.direct):.3g} of the direct part, {through:.3g} of the part "
-        f"that comes through the weights{'. Direct() gives all of it' if bench.direct_only else ''}.",
+        h = _fifty_steps(bench, FiniteDifference())
+        level, text = "error", str(error)
+    bench.findings.append(Finding(level, "second derivatives", text))
+    indirect = _tree.norm(h.indirect)
+    bench.direct_only = indirect == 0.0
+    bench.add(
+        "note" if h.norm else "warning",
+        f"its norm is {h.norm:.3g}. The direct part has norm {_tree.norm(h.direct):.3g}, the part through the weights "
+        f"{indirect:.3g}{'; Direct() gives all of it' if bench.direct_only else ''}.",
     )
-    return found.total
+    return h.total
 
 
 def _fifty_steps(bench: Bench, curvature: Curvature) -> Hypergradient:
     method = Implicit(ConjugateGradient(50, tolerance=1e-4, damping=None), curvature)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = unchecked_hypergradient(bench.problem, bench.train, bench.val, method, bench.seed, None)
-    for warning in said:
+        h = unchecked_hypergradient(bench.problem, bench.train, bench.val, method, bench.seed, None)
+    for warning in caught:
         if issubclass(warning.category, BestResponseWarning):
-            bench.say("warning", str(warning.message))
-    require_finite(found)
-    if found.solve is not None and found.solve.status is Status.NOT_FINITE:
-        raise EvaluationError(f"the solve must stay finite; got NaN or infinity: {found.solve.detail}.")
-    return found
+            bench.add("warning", str(warning.message))
+    require_finite(h)
+    if h.solve is not None and h.solve.status is Status.NOT_FINITE:
+        raise EvaluationError(f"the solve must stay finite; got NaN or infinity: {h.solve.detail}.")
+    return h
 
 
 def slopes(bench: Bench) -> None:
-    """Compare gradients with differences of the losses along hyperparameters, and along weights of all depths.
+    """Compare gradients with differences of the losses along hyperparameters and along weights of all depths.
 
     Raises:
         EvaluationError: a gradient is not the slope of its loss.
@@ -68,7 +68,7 @@ def slopes(bench: Bench) -> None:
     bench.topic = "first derivatives"
     problem = bench.problem
     if why := unfit(problem):
-        bench.say("note", f"not verified: {why}.")
+        bench.add("note", f"not verified: {why}.")
         return
     hyper, weights = [tuned(n) for n in problem.hyperparameters], list(problem.weights)
     names = hyper[:_TENSORS] + weights[:: max(1, len(weights) // _TENSORS)]
@@ -78,20 +78,19 @@ def slopes(bench: Bench) -> None:
                 trial = judged_by_its_arithmetic(trial)
                 wrong = wrong_slopes(trial, loss, names, 1)
                 wrong = wrong_slopes(trial, loss, wrong, 2) if wrong else []
-            except Exception:  # a loss that cannot be computed beside the weights, or on a part of a batch
+            except Exception:  # the loss fails at other weights, or on a part of the batch
                 continue
             if wrong:
-                raise _not_a_slope(loss, wrong, constants(trial))
-            text = f"no difference of {loss} contradicts its gradient, along {len(names)} tensors."
-            bench.say("ok", text)
+                raise _wrong_gradient(loss, wrong, constants(trial))
+            bench.add("ok", f"the gradient of {loss} agrees with differences along {len(names)} tensors.")
             break
         else:
-            bench.say("note", f"not verified: {loss} fails beside the weights.")
+            bench.add("note", f"not verified: {loss} fails at other weights.")
 
 
-def _not_a_slope(loss: str, wrong: list[str], places: list[str]) -> EvaluationError:
+def _wrong_gradient(loss: str, wrong: list[str], places: list[str]) -> EvaluationError:
     there = f" (there is {named(places)})" if places else ""
     return EvaluationError(
-        f"the gradient of {loss} must be its slope; differences of the loss say otherwise for {named(wrong)}. Look "
-        f"there for detach(), no_grad(), edits through .data, or a straight-through estimator{there}."
+        f"the gradient of {loss} must be its slope; differences of the loss disagree for {named(wrong)}. Look there "
+        f"for detach(), no_grad(), edits through .data, or a straight-through estimator{there}."
     )

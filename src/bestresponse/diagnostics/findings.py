@@ -1,4 +1,4 @@
-"""What a check found, one sentence at a time."""
+"""The findings of a check."""
 
 import traceback
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ Level = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found.
+    """One finding of a check.
 
     Attributes:
-        level: "ok", "note", "warning" for what may spoil a run, "error" for what makes its hypergradients wrong.
-        topic: what was looked at.
-        text: what was found, and for warnings and errors what to do.
+        level: "ok", "note", "warning" if it may spoil a run, "error" if it makes hypergradients wrong.
+        topic: the topic of the test.
+        text: the finding; warnings and errors also say what to do.
     """
 
     level: Level
@@ -30,15 +30,15 @@ class Finding:
 
 @dataclass
 class Bench:
-    """A problem with its batches while it is checked.
+    """A problem with its batches during a check.
 
     Attributes:
-        problem: at first the caller's, then another one with its modules and losses, which has a memory of its own.
+        problem: first the caller's; then a new one with the same modules and losses, but a separate memory of methods.
         train, val: the batches.
-        seed: of the random state of each pass.
-        findings: what was found so far.
-        topic: what is looked at.
-        direct_only: whether nothing comes through the weights.
+        seed: seed of the random state of each pass.
+        findings: the findings so far.
+        topic: the present topic.
+        direct_only: whether the hypergradient has no part through the weights.
     """
 
     problem: Problem
@@ -49,27 +49,27 @@ class Bench:
     topic: str = "parameters"
     direct_only: bool = False
 
-    def leave_the_callers(self) -> None:
-        """Go on with another problem; raises where parameters were replaced or frozen."""
+    def copy_problem(self) -> None:
+        """Continue with a new problem; raises if parameters were replaced or frozen."""
         given = self.problem
         given.check_intact()
         self.problem = Problem(given.model, given.hyper, given.train_loss, given.val_loss, given.val_mode)
 
-    def say(self, level: Level, text: str) -> None:
+    def add(self, level: Level, text: str) -> None:
         """Add a finding on the present topic."""
         self.findings.append(Finding(level, self.topic, text))
 
     @contextmanager
-    def errors_told(self) -> Iterator[None]:
-        """Turn an error into a finding on the present topic, and leave the rest of the block."""
+    def errors_as_findings(self) -> Iterator[None]:
+        """Turn an error into a finding on the present topic, and skip the rest of the block."""
         try:
             yield
         except Error as error:
-            self.say("error", str(error))
+            self.add("error", str(error))
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
-            self.say("error", f"this ended in {said}. Run the loss by itself to see where.")
+            cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+            self.add("error", f"this test failed with {cause}. Run the loss by itself to see where.")
 
     def failed(self, topic: str) -> bool:
         """Whether there is an error on this topic."""

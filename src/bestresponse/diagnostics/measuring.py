@@ -11,7 +11,7 @@ import torch
 
 
 def seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each piece of work, all of them in turn in every round."""
+    """Median seconds of each piece of work; every round runs all of them."""
     taken: dict[str, list[float]] = {name: [] for name in work}
     for number in range(repeats + 1):
         for name, function in work.items():
@@ -25,15 +25,15 @@ def seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str,
 
 
 def _synchronize() -> None:
-    """Wait for what a GPU has still to do."""
+    """Wait until a GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The most tensor memory alive at once above what was alive before, counted from every allocation."""
+    """The peak tensor memory of a function, above the memory in use before it, from every single allocation."""
     enabled = gc.isenabled()
-    gc.disable()  # what earlier work left in cycles would be freed in between
+    gc.disable()  # it would free garbage of earlier work meanwhile
     kept = _alive()
     try:
         with torch.profiler.profile(
@@ -53,9 +53,9 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def _alive() -> list[torch.Tensor | None]:
-    """All tensors of now. While they are held, the profiler sees no block freed whose allocation it did not see.
+    """All present tensors. While they are held, no block is freed whose allocation the profiler has not seen.
 
-    It would write a warning from C++ for such a block, and leave it out of the count in any case.
+    For such a block, the profiler would print a warning from C++.
     """
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     return [*tensors, *(x.grad for x in tensors if x.is_leaf)]

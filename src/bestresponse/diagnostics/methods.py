@@ -1,4 +1,4 @@
-"""What each method gives on a problem, and what it costs."""
+"""The result and the cost of each method on a problem."""
 
 import math
 from collections.abc import Mapping
@@ -20,24 +20,24 @@ from . import measuring
 from .findings import Bench
 from .spectrum import Spectrum
 
-# So many hyperparameters are few, and more steps can be afforded.
+# With at most this many hyperparameters, more steps are affordable.
 FEW = 20
 FOR_FEW = "Implicit(ConjugateGradient(20, damping=None), warm_start=True)"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on the problem.
+    """The results of one method.
 
     Attributes:
         method: its name.
-        slope: its hypergradient along the direction of the re-training; None where it failed, and for SAMA, whose
-            scale is the optimiser's.
-        cosine: that with the reference, conjugate gradient of fifty steps.
-        products: with the curvature, in a call after the first.
-        seconds, memory: of that call, in training gradients; None where not measured.
-        said: the status of its solve, or the error.
-        failed: whether it ended in an error, or its solve failed.
+        slope: its hypergradient along the direction of retraining; None if it failed, and for SAMA, whose scale is
+            that of the optimiser.
+        cosine: cosine with the reference, which is conjugate gradient with fifty steps.
+        products: products with the curvature, in a call after the first.
+        seconds, memory: cost of that call, in training gradients; None if not measured.
+        said: the status of its solve, or the error message.
+        failed: whether it raised an error or its solve failed.
     """
 
     method: str
@@ -51,7 +51,7 @@ class Row:
 
 
 def candidates(bench: Bench, spectrum: Spectrum, optimizer: Any = None) -> dict[str, Method]:
-    """The methods that a check compares; those that ask for first derivatives alone come last."""
+    """The methods that a check compares; those that need only first derivatives come last."""
     if bench.direct_only:
         return {"Direct()": Direct()}
     rate = 1.0 / spectrum.highest if spectrum.highest > 0.0 else 0.1
@@ -80,23 +80,22 @@ def candidates(bench: Bench, spectrum: Spectrum, optimizer: Any = None) -> dict[
 def compare(
     bench: Bench, methods: Mapping[str, Method], optimizer: Any, direction: Tree, best: Tree
 ) -> list[Row]:
-    """Run each method, and time it."""
+    """Run and time each method."""
     known = optimizer if isinstance(optimizer, Optimizer) else None
     problem = bench.problem
 
     def gradient() -> None:
         with problem.undisturbed(bench.seed, twice=False) as passes:
-            torch.autograd.grad(
-                passes.train_loss(bench.train), list(problem.weights.values()), allow_unused=True
-            )
+            loss = passes.train_loss(bench.train)
+            torch.autograd.grad(loss, list(problem.weights.values()), allow_unused=True)
 
-    # Profilers do not nest, and a caller's would be ended.
+    # Profilers do not nest; ours would end the caller's.
     unit = None if torch.autograd.profiler._is_profiler_enabled else measuring.peak_bytes(gradient)
     rows = [Row("the reference", _tree.norm(best), 1.0)]
     for name, method in methods.items():
         call = partial(hypergradient, problem, bench.train, bench.val, method, bench.seed, known)
         try:
-            # The first call of a round warms up: of a warm-started method it may take more steps than those after it.
+            # The first round is not timed: the first call of a warm-started method may take more steps.
             taken = measuring.seconds({"gradient": gradient, "call": call}, repeats=2)
             memory = None if unit is None else measuring.peak_bytes(call) / max(1, unit)
             h = call()

@@ -1,4 +1,4 @@
-"""The change of the validation loss along one direction of the hyperparameters, by training again."""
+"""The slope of the validation loss along one direction of the hyperparameters, by retraining."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ class Retraining:
 
     Attributes:
         slope: the difference quotient.
-        error: how far those of two step sizes are apart, and their rounding.
+        error: the difference between the quotients of two step sizes, plus their rounding error.
         steps: S.
-        before, after: the training loss of the batch before and after the steps, at the present hyperparameters.
+        before, after: the training loss on the batch before and after the steps, at the present hyperparameters.
     """
 
     slope: float
@@ -33,16 +33,16 @@ class Retraining:
 
 
 def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, steps: int) -> Retraining | None:
-    """Train twice for two sizes of ε, by heavy-ball steps of half of 1/λ_max; None where training fails.
+    """Train at ±ε for two sizes of ε, by heavy-ball steps with rate 1/(2 λ_max); None if training fails.
 
-    ``predicted`` is what a hypergradient says of the slope along ``direction``, and sets the size of ε.
+    ``predicted`` is the slope along ``direction`` according to a hypergradient; it determines the size of ε.
     """
     problem = bench.problem
     live = problem.hyperparameters
     double = all(w.dtype == torch.float64 for w in problem.weights.values())
 
     def trained(step: float) -> tuple[float, float, float]:
-        """The training loss before and after the steps, and the validation loss, ``step`` along the direction."""
+        """Training loss before and after the steps, and validation loss, at λ + step · direction."""
         with _tree.put_back(problem.live()), problem.undisturbed(bench.seed) as passes:
             with torch.no_grad():
                 for name, p in live.items():
@@ -58,7 +58,7 @@ def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, ste
         size = min(wanted / max(abs(predicted), 1e-300), 0.1 * (1.0 + _tree.norm(_tree.detached(live))))
         coarse, fine = ((trained(h)[-1] - trained(-h)[-1]) / (2.0 * h) for h in (size, size / 2.0))
     except Error as error:
-        bench.say("note", f"not compared: {error}")
+        bench.add("note", f"not compared: {error}")
         return None
     precision = torch.finfo(torch.float64 if double else torch.float32).eps
     rounding = 4.0 * precision * abs(value) / size
@@ -66,14 +66,14 @@ def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, ste
 
 
 def _train(passes: Passes, batch: object, rate: float, steps: int) -> None:
-    """Heavy-ball steps of the live weights, whose values are put back later."""
+    """Make heavy-ball steps on the live weights, whose values the caller restores."""
     problem = passes.problem
     weights = list(problem.weights.values())
     optimizer = torch.optim.SGD(weights, rate, momentum=_MOMENTUM)
     penalties, _ = fitting(problem.hyper, problem.model)
     for _ in range(steps):
         loss = passes.train_loss(batch)
-        passes.carry(passes.buffers())  # running statistics move along
+        passes.carry(passes.buffers())  # running statistics follow the training
         for w, g in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
             w.grad = g
         with orthant_wise(problem.model, *penalties):

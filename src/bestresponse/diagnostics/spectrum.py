@@ -1,4 +1,4 @@
-"""The curvature of the training loss, and how far the weights are from a stationary point of it."""
+"""The curvature of the training loss, and the distance of the weights from a stationary point."""
 
 from dataclasses import dataclass
 
@@ -24,16 +24,16 @@ _FAR = 0.1
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What is known of the Hessian at the present weights, on the training batch.
+    """Eigenvalues of the Hessian at the present weights, and the training loss, on the training batch.
 
     Attributes:
-        lowest, highest: its extreme eigenvalues; where ``whole`` is false, those that a Krylov space of 30 products
-            saw: the highest to some percent, the lowest from above.
-        whole: whether they are those of the dense matrix.
-        smallest: the smallest size of an eigenvalue that was seen.
+        lowest, highest: extreme eigenvalues. If ``whole`` is false, they come from a Krylov space of 30 products: the
+            highest is accurate to a few percent, and the lowest is an upper bound.
+        whole: whether the eigenvalues are those of the dense matrix.
+        smallest: the smallest absolute value of an eigenvalue.
         gradient: ‖∂L_T/∂w‖.
         loss: L_T.
-        to_gain: how far a quadratic model says that the training loss could still fall on this batch.
+        to_gain: the decrease of the training loss on this batch that a quadratic model predicts.
     """
 
     lowest: float
@@ -66,7 +66,7 @@ def examine(bench: Bench) -> Spectrum:
         free = _tree.flatten(system.responding({n: torch.ones_like(x) for n, x in g.items()})).bool()
         if not bool(free.any()):
             raise EvaluationError(
-                "some weights must respond; kinks of train_loss (an ℓ1 penalty) hold all at zero."
+                "some weights must respond; kinks of train_loss (an ℓ1 penalty) hold all of them at zero."
             )
         whole = _tree.size(g) <= _DENSE
         seen: Tensor | None
@@ -86,43 +86,45 @@ def examine(bench: Bench) -> Spectrum:
         step = ConjugateGradient(20, tolerance=1e-3, damping=None).solve(system, g).x
     ends = float(seen[0]), float(seen[-1]), float(seen.abs().min())
     spectrum = Spectrum(*ends, whole, _tree.norm(g), float(loss.detach()), _tree.dot(g, step) / 2.0)
-    _tell(bench, spectrum)
+    _report_eigenvalues(bench, spectrum)
     return spectrum
 
 
-def _tell(bench: Bench, spectrum: Spectrum) -> None:
-    """Say what the eigenvalues mean."""
+def _report_eigenvalues(bench: Bench, spectrum: Spectrum) -> None:
     low, high = spectrum.lowest, spectrum.highest
-    seen = "eigenvalues" if spectrum.whole else f"eigenvalues seen in {_STEPS} products"
+    seen = "eigenvalues" if spectrum.whole else f"eigenvalues estimated by {_STEPS} products"
     series = f": a Neumann series converges for a scale below {2.0 / high:.3g}" if high > 0.0 else ""
-    bench.say("note", f"{seen} from {low:.3g} to {high:.3g}{series}.")
+    bench.add("note", f"{seen} lie between {low:.3g} and {high:.3g}{series}.")
     if spectrum.indefinite:
-        bench.say(
+        bench.add(
             "warning",
             "the Hessian is indefinite: a Neumann series diverges, and undamped conjugate gradient stops. Use the "
-            "curvature GaussNewton(predict, loss, rest) where the loss is convex in the outputs, or a damping, which "
-            "Implicit() chooses by itself. MINRES and GMRES solve the indefinite system, whose solution need not "
+            "curvature GaussNewton(predict, loss, rest) if the loss is convex in the outputs, or damping, which "
+            "Implicit() chooses automatically. MINRES and GMRES solve the indefinite system, but its solution may not "
             "lower the validation loss.",
         )
     limit = (_SINGULAR if spectrum.whole else _ILL) * max(abs(low), abs(high))
     if spectrum.smallest <= limit or high <= 0.0:
-        bench.say(
+        bench.add(
             "warning",
-            "the Hessian is singular or nearly so: the weights have no unique best response. Add a regulariser to "
-            "train_loss, or a damping.",
+            "the Hessian is singular or nearly singular: the weights have no unique best response. Add a regulariser "
+            "to train_loss, or use damping.",
         )
 
 
-def tell_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining | None) -> None:
-    """Say how far the weights are from a stationary point of the training loss; by how much training lowered it."""
+def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining | None) -> None:
+    """Report the training gradient, and how far the training loss could fall or did fall in retraining."""
     bench.topic = "stationarity"
-    gains = {} if spectrum.indefinite else {"could fall by {:.3g} in a quadratic model": spectrum.to_gain}
+    text = f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}, and train_loss is {spectrum.loss:.3g}."
+    gains = []
+    if not spectrum.indefinite:
+        gains.append(spectrum.to_gain)
+        text += f" A quadratic model predicts that train_loss can fall by {spectrum.to_gain:.3g}."
     if retraining is not None:
-        gains["fell by {:.3g} in training on this batch"] = retraining.before - retraining.after
-    said = "".join(f"; the loss, {spectrum.loss:.3g}, {how.format(x)}" for how, x in gains.items())
-    far = max(gains.values(), default=0.0) > _FAR * abs(spectrum.loss)
-    advice = (
-        " Train further first (warmup_steps), or make more weight steps for each hyper-step." if far else ""
-    )
-    level: Level = "warning" if far else "ok" if gains else "note"
-    bench.say(level, f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}{said}.{advice}")
+        gains.append(retraining.before - retraining.after)
+        text += f" Retraining on this batch lowered it by {gains[-1]:.3g}."
+    level: Level = "ok" if gains else "note"
+    if max(gains, default=0.0) > _FAR * abs(spectrum.loss):
+        level = "warning"
+        text += " Train longer first (warmup_steps), or make more weight steps for each hyper-step."
+    bench.add(level, text)

@@ -1,4 +1,4 @@
-"""A network that changes training images, or weighs them, tuned for validation loss: section 5.4."""
+"""A network that changes or weights training images, tuned for validation loss: section 5.4."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ _MEASURED = ("validation_accuracy", "validation_loss", "test_accuracy", "test_lo
 
 
 class Augment(Repeated):
-    """Train a residual network on images that a second network changes at random, and tune that one.
+    """Train a residual network on images that a second network changes at random, and tune the second network.
 
-    Few images to train on, many to validate on, and a schedule that ends. The same command again goes on where it was
-    stopped, and ends with the same numbers.
+    There are few training images and many validation images. If a run is stopped, the same command continues it and
+    ends with the same numbers.
     """
 
     name = "augment"
@@ -55,43 +55,45 @@ class Augment(Repeated):
     data: Literal["digits", "mnist", "cifar10"] = "digits"
     """The data set. digits comes with scikit-learn; the others are read from --data-dir."""
     learn: Literal["augmentation", "weights", "both"] = "augmentation"
-    """What is tuned: a network that changes the images, one that weighs them, or both."""
-    network: Literal["resnet8", "resnet18"] = "resnet8"  # What is trained.
+    """The tuned networks: one that changes the images, one that weights them, or both."""
+    network: Literal["resnet8", "resnet18"] = "resnet8"  # The network that is trained.
     train: Count = 100  # Training images.
     validation: Count = 500  # Validation images.
-    pooling: Count = 1  # Images are averaged over squares of so many pixels a side.
+    pooling: Count = 1  # The side in pixels of the squares over which images are averaged.
     noise: NotNegative = 0.3
-    """The deviation of the noise in validation and test images, in units of the pixels' own; the training images
-    have none, and what is tuned has to find it. 0 leaves all of them alike, as in the paper."""
-    wrong_labels: Share = 0.0  # The share of training images with a label drawn at random.
+    """The standard deviation of the noise in validation and test images, in units of the pixels' own. The training
+    images have no noise, so the augmentation has to learn it. With 0, as in the paper, there is none anywhere."""
+    wrong_labels: Share = 0.0  # The share of training images whose label is drawn at random.
     batch: Count = 50  # Training images in a step.
     validation_batch: Count = 250  # Validation images in a hyper-step.
-    steps: Count = 120  # Weight steps in all; the last ones that are too few for a hyper-step are not made.
+    steps: Count = 120  # Weight steps in total; an incomplete last hyper-step is left out.
     warmup: Number = 40  # Weight steps before the first hyper-step.
     weight_steps: Count = 5  # Weight steps before each hyper-step.
     weight_rate: Positive = 0.03
-    """The learning rate of SGD with momentum 0.9, which falls to zero in the last 30 % of the steps."""
-    decay: NotNegative = 5e-3  # The weights' own decay, which is not tuned.
+    """The learning rate of SGD with momentum 0.9; it falls to zero in the last 30 % of the steps."""
+    decay: NotNegative = 5e-3  # The weight decay of the trained network, which is not tuned.
     optimizer: Literal["sgd", "rmsprop"] = "sgd"
-    """Of the hyperparameters; SGD has momentum 0.9. The rate falls to zero from 60 to 80 % of the hyper-steps."""
-    hyper_rate: Positive = 0.1  # Its learning rate.
+    """The optimiser of the hyperparameters; SGD has momentum 0.9. Its rate falls to zero between 60 and 80 % of the
+    hyper-steps."""
+    hyper_rate: Positive = 0.1  # The learning rate of the hyperparameters.
     hyper_clip: NotNegative = 0.01
-    """The largest norm of a hypergradient; 0 leaves it. So small a one gives nearly all of them the same length."""
+    """The largest norm of a hypergradient; 0 turns clipping off. With a value as small as the default, nearly all
+    hypergradients get the same norm."""
     bound: NotNegative = 1.0
-    """The largest change of a pixel, in units of the pixels' deviation; 0 leaves it free."""
+    """The largest change of a pixel, in units of the pixels' deviation; 0 removes the bound."""
     initial: NotNegative = 0.1
-    """The standard deviation of the weights of the augmentation's last layer at the start; 0 is the identity."""
-    beside: bool = False  # Train on the images as they are, too, beside the changed ones.
+    """The standard deviation of the initial weights in the augmentation's last layer; 0 gives the identity."""
+    beside: bool = False  # Train on the original images too.
     rows: tuple[RowName, ...] = get_args(RowName)
-    """The rows of the table; an untuned network stays as the others begin. "3 Neumann" is the sum of four terms at
-    three products, and "3 unrolled" looks three steps ahead, which at a minimum is a sum of three."""
+    """The rows of the table. "untuned network" keeps the initial network of the tuned rows. "3 Neumann" is the sum of
+    four terms, at three products. "3 unrolled" looks three steps ahead; at a minimum this is a sum of three terms."""
     save_every: Count = 10  # Hyper-steps between two saved states.
 
     def check(self) -> None:
         super().check()
         require(
             min(self.train, self.batch) >= 2,
-            f"--train and --batch must be 2 at least, since batch norm needs two images; got {self.train} and "
+            f"--train and --batch must be at least 2, since batch norm needs two images; got {self.train} and "
             f"{self.batch}.",
         )
         require(
@@ -100,18 +102,18 @@ class Augment(Repeated):
             f"--weight-steps {self.weight_steps}.",
         )
 
-    def works(self, device: torch.device, folder: Path) -> Sequence[Cell]:
+    def tasks(self, device: torch.device, folder: Path) -> Sequence[Cell]:
         images = data.load(self.data, self.data_dir)
         shape = images.shape[1:]
-        said = f"--pooling must leave 4×4 pixels; got {self.pooling} for {shape}."
-        require(self.pooling <= min(shape) // 4, said)
-        images.draw(self.train, self.validation, seed=self.seed)  # raises where there are not so many
+        message = f"--pooling must leave 4×4 pixels; got {self.pooling} for {shape}."
+        require(self.pooling <= min(shape) // 4, message)
+        images.draw(self.train, self.validation, seed=self.seed)  # raises if there are too few
         sets = lru_cache(1)(partial(self._sets, images, device))
         make = partial(self._row, sets, images.classes)
         return [Cell(self, name, seed, folder, make) for seed in self.all_seeds() for name in self.rows]
 
     def _sets(self, images: Images, device: torch.device, seed: int) -> list[Batch]:
-        """Training, validation and test images, with deviation one in each channel of the training images."""
+        """Training, validation and test images, scaled to deviation 1 in each channel of the training images."""
         (x, y), (x_val, y_val) = images.draw(self.train, self.validation, seed=seed)
         x, x_val, x_test = (F.avg_pool2d(part, self.pooling) for part in (x, x_val, images.x_test))
         scale = x.std(dim=(0, 2, 3), keepdim=True)
@@ -126,7 +128,7 @@ class Augment(Repeated):
         return [(x.to(device), y.to(device)) for x, y in parts]
 
     def _row(self, sets: Callable[[int], list[Batch]], classes: int, cell: Cell) -> Row:
-        """Train, tune and measure one row of one seed."""
+        """Train, tune and measure one row for one seed."""
         train, val, test = sets(cell.seed)
         tuned = cell.name not in _UNTUNED
         hyper_steps = (self.steps - self.warmup) // self.weight_steps
@@ -150,16 +152,16 @@ class Augment(Repeated):
         train_batches = _batches(train, self.batch, cell.seed)
         val_batches = _batches(val, self.validation_batch, cell.seed)
         cell.fit(tuner, train_batches, val_batches, hyper_steps, self.save_every)
-        ended = tuner.history[-1]
+        last = tuner.history[-1]
         return {
             "hyperparameters": sum(p.numel() for p in learned.parameters()) if tuned else 0,
-            **{name.replace("_", " "): value for name, value in ended.items() if name in _MEASURED},
+            **{name.replace("_", " "): value for name, value in last.items() if name in _MEASURED},
             **learned_images.changes(learned, train[0], cell.folder / _IMAGES),
-            "seconds": ended["seconds"],
+            "seconds": last["seconds"],
         }
 
     def _problem(self, row: str, x: Tensor, classes: int) -> tuple[br.Problem, Losses]:
-        """The same networks for each row; that of "no tuning" leaves the images as they are."""
+        """The same networks for each row, except that "no tuning" has the identity for an augmentation."""
         channels, height, width = x.shape[1:]
         model = models.make(self.network, (channels, height, width), classes)
         augmenter = weights = None
@@ -199,7 +201,7 @@ class Augment(Repeated):
         return {f"test accuracy, {row['row']}": row["test accuracy"] for row in table}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Test accuracy along the runs; and of the best row images, two samples, and each pixel's deviation."""
+        """Test accuracy during the runs; for the best row, images, two samples, and the deviation of each pixel."""
         first = [row for row in rows if row["seed"] == self.seed]
         tuned = [row for row in first if row["row"] not in _UNTUNED] or first
         best = max(tuned, key=lambda row: row["validation accuracy"])
@@ -211,8 +213,8 @@ class Augment(Repeated):
                 history = runs.read_rows(folder / row["folder"])
                 look = {"color": _COLOURS[row["row"]], "label": row["row"], "linewidth": 1.6}
                 plots.curve(axes, history, "weight_step", "test_accuracy", scale=100, **look)
-            axes.legend(frameon=False, fontsize=8)
-            plots.style(axes, "weight steps", "test accuracy [%]", f"{self.train} images to train on")
+            axes.legend(fontsize=8)
+            plots.style(axes, "weight steps", "test accuracy [%]", f"{self.train} training images")
             for panel in more:
                 learned_images.show(panel, images, f"learned augmentation, {best['row']}")
 
@@ -224,15 +226,15 @@ def _batches(batch: Batch, size: int, seed: int) -> DataLoader[tuple[Tensor, ...
 
 
 def _measured(sets: Mapping[str, Batch], model: nn.Module, _: nn.Module) -> dict[str, float]:
-    found = {}
+    values = {}
     for name, (x, y) in sets.items():
         logits = torch.cat([model(part) for part in torch.split(x, 1000)])
-        found[f"{name}_accuracy"] = float(logits.argmax(dim=1).eq(y).float().mean())
-        found[f"{name}_loss"] = float(F.cross_entropy(logits, y))
-    return found
+        values[f"{name}_accuracy"] = float(logits.argmax(dim=1).eq(y).float().mean())
+        values[f"{name}_loss"] = float(F.cross_entropy(logits, y))
+    return values
 
 
 def _share(at: float, begin: float, end: float) -> float:
-    """One before ``begin``, zero from ``end``, and half a cosine between."""
-    through = min(1.0, max(0.0, (at - begin) / (end - begin)))
-    return 0.5 * (1.0 + math.cos(math.pi * through))
+    """1 before ``begin``, 0 after ``end``, and half a cosine between them."""
+    progress = min(1.0, max(0.0, (at - begin) / (end - begin)))
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,4 +1,4 @@
-"""A problem with one weight and one hyperparameter, seen whole: the paper's figure 1."""
+"""Both losses of a problem with one weight and one hyperparameter: the paper's figure 1."""
 
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 import bestresponse as br
 
 from . import plots
-from .experiment import Count, Experiment, Row, Works
+from .experiment import Count, Experiment, Row, Tasks
 
 _LIMITS = (-3.5, 1.0), (0.0, 1.2)
 _LARGEST = "largest |hypergradient − derivative by hand|"
 
 
 class BestResponse(Experiment):
-    """Draw the training and the validation loss over one weight and one hyperparameter, with the best response on both.
+    """Draw training and validation loss over one weight and one hyperparameter, with the best response on both.
 
     L_T = ½ (w − 1)² + ½ exp(λ) w², so that w*(λ) = 1 / (1 + exp(λ));  L_V = ½ (w − 0.6)² + 0.01 λ².
-    The library's hypergradient at each point of the curve is compared with the derivative of L_V(w*(λ), λ).
+    At each point of the curve, the library's hypergradient is compared with the derivative of L_V(w*(λ), λ).
     """
 
     name = "best-response"
@@ -30,7 +30,7 @@ class BestResponse(Experiment):
     points: Count = 41  # Points of the curve.
     marked: float = -1.6  # The λ at which the hypergradient is drawn.
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         places = [self.marked, *np.linspace(*_LIMITS[0], self.points)]
         return [lambda: (_point(float(place)) for place in places)]
 
@@ -42,7 +42,7 @@ class BestResponse(Experiment):
         return {"largest difference": table[0][_LARGEST]}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Both surfaces with the best response on them, and the hypergradient as the slope of the curve."""
+        """Both surfaces with the best response, and the hypergradient as the slope of the validation curve."""
         marked, curve = rows[0], sorted(rows[1:], key=lambda row: row["hyperparameter"])
         grid = np.meshgrid(np.linspace(*_LIMITS[0], 60), np.linspace(*_LIMITS[1], 60))
         places, weights = (torch.from_numpy(x) for x in grid)
@@ -53,7 +53,7 @@ class BestResponse(Experiment):
         )
         look = {"projection": "3d", "computed_zorder": False}
         path = folder / self.figures[0]
-        # The products of 3D axes now and then report invalid numbers that BLAS leaves in lanes that nobody reads.
+        # Products of 3D axes sometimes report invalid numbers, which BLAS leaves in unused lanes.
         with np.errstate(all="ignore"), plots.panels(path, 1, 2, (10.0, 4.6), subplot_kw=look) as axes:
             for panel, (name, loss, label) in zip(axes[0], surfaces, strict=True):
                 height = loss(weights, places).numpy()
@@ -74,9 +74,7 @@ class BestResponse(Experiment):
             text = f"slope: the hypergradient, {marked['hypergradient']:.3f}".replace("-", "−")
             axes[0, 1].plot(*tangent, color=plots.RED, linewidth=2.2, zorder=3, label=text)
             for panel in axes[0]:
-                panel.legend(
-                    frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2, fontsize=9
-                )
+                panel.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2, fontsize=9)
 
 
 class _Scalar(nn.Module):
@@ -86,7 +84,7 @@ class _Scalar(nn.Module):
 
 
 def _point(place: float) -> Row:
-    """The best response at λ, the library's hypergradient there, and the derivative by hand."""
+    """The best response at λ, and there the library's hypergradient and the derivative by hand."""
     best = float(1.0 / (1.0 + np.exp(place)))
     problem = br.Problem(
         _Scalar(best),

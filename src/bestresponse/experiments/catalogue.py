@@ -1,42 +1,40 @@
 """The experiments of the command line, by name."""
 
-from importlib import import_module
 from pathlib import Path
 
 from ..errors import ArgumentError
 from . import experiment, runs
+from .augment import Augment
+from .best_response import BestResponse
+from .distill import Distill
 from .experiment import Experiment
+from .inverse_error import InverseError
+from .inverse_hessian import InverseHessian
+from .lstm import LSTM
+from .methods import Methods
+from .overfit import Overfit
+from .overfit_all import OverfitAll
+from .shapes import Shapes
+from .split import Split
 
-# A file and its class, in the order of the list on the command line.
-_KINDS = (
-    ("augment", "Augment"),
-    ("best_response", "BestResponse"),
-    ("shapes", "Shapes"),
-    ("distill", "Distill"),
-    ("inverse_error", "InverseError"),
-    ("inverse_hessian", "InverseHessian"),
-    ("lstm", "LSTM"),
-    ("methods", "Methods"),
-    ("overfit", "Overfit"),
-    ("overfit_all", "OverfitAll"),
-    ("split", "Split"),
-)
-_CLASSES: list[type[Experiment]] = [getattr(import_module(f".{f}", __package__), c) for f, c in _KINDS]
+# In the order that the command line lists them.
+_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, InverseError, InverseHessian]
+_CLASSES += [LSTM, Methods, Overfit, OverfitAll, Split]
 EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw the figures of the run in ``folder`` into it, from its files alone, and return their paths.
+    """Draw the figures of the run in ``folder`` from its files alone, and return their paths.
 
     Raises:
-        ArgumentError: the folder holds no run, or none of its rows yet.
+        ArgumentError: the folder holds no run, or a run without rows.
     """
     name = runs.read_config(folder).get("experiment", "")
     if name not in EXPERIMENTS:
         raise ArgumentError(
-            f"{folder} must be the run of one of {list(EXPERIMENTS)}; its config.json says {name!r}. Name another."
+            f"{folder} must be a run of one of {list(EXPERIMENTS)}; its config.json says {name!r}. Choose another."
         )
     paths = experiment.draw(folder, EXPERIMENTS[name])
     if not paths:
-        raise ArgumentError(f"{folder} must hold rows to draw; it has none. Has the run begun?")
+        raise ArgumentError(f"{folder} must hold rows to draw; it has none. Has the run started?")
     return paths

@@ -1,4 +1,4 @@
-"""One row of a comparison, in a folder of its own, from which it goes on after a kill."""
+"""One row of a comparison, with its own folder, from which it continues after a kill."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,23 +14,30 @@ from . import runs
 from .experiment import Experiment
 from .runs import Row
 
-# The result first: without it a kill in between leaves a row that is run anew.
+# The result comes first: if a kill interrupts the removal, the row is still run again.
 _STATE = ("row.json", "run.pt", "metrics.jsonl", "search.db", "images.safetensors")
-# Options that do not change a row.
-_ASIDE = ("preset", "seeds", "rows", "threads", "out", "data_dir", "save_every")
+# Options without effect on a row.
+_NO_EFFECT = ("preset", "seeds", "rows", "threads", "out", "data_dir", "save_every")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of one seed: what has ended is not run again, and what was stopped goes on."""
+    """One row for one seed: a finished row is read, a stopped one continues.
+
+    Attributes:
+        parent: the experiment's folder; the row's own folder is inside.
+        make: runs the row, from the state in its folder.
+        no_effect: options without effect on this row.
+        watch: further callbacks of its tuner.
+    """
 
     experiment: Experiment
     name: str
     seed: int
-    parent: Path  # the experiment's folder, which holds the row's own
-    make: Callable[["Cell"], Row]  # runs the row, from where its folder says that it was stopped
-    aside: Sequence[str] = ()  # options that do not change this row
-    watch: Sequence[Callable[[br.Tuner], None]] = ()  # more callbacks of its tuners
+    parent: Path
+    make: Callable[["Cell"], Row]
+    no_effect: Sequence[str] = ()
+    watch: Sequence[Callable[[br.Tuner], None]] = ()
 
     @property
     def folder(self) -> Path:
@@ -38,31 +45,31 @@ class Cell:
         return self.parent / f"{self.name.replace(' ', '-')}-{self.seed}"
 
     def __call__(self) -> Iterator[Row]:
-        """The row, run now or before."""
+        """The row, from its folder or from a run."""
         path, settings = self.folder / "row.json", self._settings()
-        ended = runs.read_json(path)
-        if not isinstance(ended, dict) or ended.get("settings") != settings:
+        finished = runs.read_json(path)
+        if not isinstance(finished, dict) or finished.get("settings") != settings:
             if runs.read_json(self.folder / "settings.json") != settings:
                 for name in _STATE:
                     (self.folder / name).unlink(missing_ok=True)
             self.folder.mkdir(parents=True, exist_ok=True)
             runs.write_whole(self.folder / "settings.json", settings)
             torch.manual_seed(self.seed)
-            ended = {"settings": settings, "row": self.make(self)}
-            runs.write_whole(path, ended)
-        yield {"row": self.name, "seed": self.seed, "folder": self.folder.name, **ended["row"]}
+            finished = {"settings": settings, "row": self.make(self)}
+            runs.write_whole(path, finished)
+        yield {"row": self.name, "seed": self.seed, "folder": self.folder.name, **finished["row"]}
 
     def _settings(self) -> Row:
-        """All that the row depends on; where it is another one, the row is run anew."""
+        """Everything that the row depends on. If it changes, the row is run again."""
         config = runs.as_json(self.experiment)
-        kept = {name: value for name, value in config.items() if name not in (*_ASIDE, *self.aside)}
+        kept = {name: value for name, value in config.items() if name not in (*_NO_EFFECT, *self.no_effect)}
         version = runs.versions()["bestresponse"]
         return {**kept, "row": self.name, "seed": self.seed, "version": version}
 
     def fit(
         self, tuner: br.Tuner, train: Iterable[Any], val: Iterable[Any], hyper_steps: int, save_every: int
     ) -> None:
-        """Run a tuner up to so many hyper-steps, from where it was saved, and leave its rows and its state."""
+        """Run a tuner up to ``hyper_steps``, from its saved state if there is one; write its rows and its state."""
         saved, metrics = self.folder / "run.pt", self.folder / "metrics.jsonl"
         tuner.callbacks += [br.callbacks.JSONLines(metrics), br.callbacks.Progress()]
         tuner.callbacks += [br.callbacks.Checkpoint(saved, save_every), *self.watch]

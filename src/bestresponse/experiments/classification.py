@@ -1,4 +1,4 @@
-"""The losses on labelled sets: cross-entropy of a model's logits, and in training a penalty that takes the model."""
+"""Losses on labelled sets: the cross-entropy of a model's logits, plus a penalty hyper(model) in training."""
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +14,17 @@ def predict(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
 
 
 def output_loss(outputs: Tensor, batch: Batch) -> Tensor:
-    """Their mean cross-entropy with the classes [N]."""
+    """The mean cross-entropy of logits with the classes [N]."""
     return F.cross_entropy(outputs, batch[1])
 
 
 def val_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy."""
+    """The mean cross-entropy."""
     return output_loss(predict(model, hyper, batch), batch)
 
 
 def train_loss(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy and the penalty hyper(model)."""
+    """The mean cross-entropy plus the penalty hyper(model)."""
     penalty: Tensor = hyper(model)
     return val_loss(model, hyper, batch) + penalty
 
@@ -35,16 +35,28 @@ def example_losses(model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
 
 
 def accuracy(model: nn.Module, batch: Batch) -> float:
-    """The share of examples whose class is found."""
-    return _found(model, batch) / len(batch[1])
+    """The share of correctly classified examples."""
+    return _correct(model, batch) / len(batch[1])
 
 
 def error(model: nn.Module, batch: Batch) -> float:
-    """The share of examples whose class is not found."""
-    return (len(batch[1]) - _found(model, batch)) / len(batch[1])
+    """The share of wrongly classified examples."""
+    return (len(batch[1]) - _correct(model, batch)) / len(batch[1])
+
+
+def squared_norm(model: nn.Module) -> Tensor:
+    """‖w‖² of all parameters."""
+    return torch.stack([w.square().sum() for w in model.parameters()]).sum()
 
 
 @torch.no_grad()
-def _found(model: nn.Module, batch: Batch) -> int:
+def set_to_zero(model: nn.Module) -> None:
+    """Set all parameters to zero."""
+    for w in model.parameters():
+        w.zero_()
+
+
+@torch.no_grad()
+def _correct(model: nn.Module, batch: Batch) -> int:
     pieces = zip(torch.split(batch[0], 500), torch.split(batch[1], 500), strict=True)
     return sum(int((model(x).argmax(dim=1) == y).sum()) for x, y in pieces)

@@ -12,15 +12,15 @@ import bestresponse as br
 
 NOTE = (
     "time / plain: the CPU time of a weight step with its share of the hyper-steps, divided by that of a step of plain "
-    "training. Steps of both kinds took turns during the run. On a GPU it is elapsed time."
+    "training. Both kinds of steps alternated during the run. On a GPU it is elapsed time."
 )
 
 
 class Pace:
-    """A callback that times hyper-steps, and in turn with some of them, ``every`` so many, plain steps on a copy.
+    """A callback that times hyper-steps, and after each ``every`` of them one plain step on a copy of the problem.
 
-    The hyperparameters of the copy stay constant. This is to be the first callback, and its `begin` the last one, so
-    that none of the others is timed.
+    The hyperparameters of the copy stay constant. This must be the first callback and its `begin` the last one, so that
+    the other callbacks are not timed.
     """
 
     def __init__(self, copy: br.Problem, optimizer: torch.optim.Optimizer, batch: Any, every: int) -> None:
@@ -40,7 +40,7 @@ class Pace:
             self.plain.append(self._clock() - began)
 
     def steps(self, number: int) -> None:
-        """So many steps of plain training."""
+        """Make plain training steps on the copy."""
         for _ in range(number):
             self._optimizer.zero_grad()
             loss = self._copy.train_loss(self._copy.model, self._copy.hyper, self._batch)
@@ -48,11 +48,11 @@ class Pace:
             self._optimizer.step()
 
     def begin(self, _: br.Tuner) -> None:
-        """Start to time the next hyper-step."""
+        """Start timing the next hyper-step."""
         self._began = self._clock()
 
     def ratio(self) -> float | None:
-        """The median time of a weight step over that of a plain one; None before both were timed."""
+        """The median time of a weight step divided by that of a plain step; None before both were timed."""
         if not self.tuned or not self.plain:
             return None
         return statistics.median(self.tuned) / statistics.median(self.plain)
@@ -66,9 +66,9 @@ class Pace:
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
-    """The largest memory above that at the beginning, while the work runs; None where the system does not tell.
+    """The peak memory of the work, above that at its start; None if the system does not report it.
 
-    On a GPU it counts tensors. On Linux it is the process's peak resident memory, whose mark is reset.
+    On a GPU it counts tensors. On Linux it is the peak resident memory of the process, whose high-water mark is reset.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""The data sets of the paper, read from a folder of files, or from scikit-learn where it bundles them."""
+"""The data sets of the paper, from a folder of files or from scikit-learn."""
 
 import gzip
 import lzma
@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,25 @@ from ..errors import ArgumentError, Error
 Array = npt.NDArray[Any]
 
 VARIABLE = "BESTRESPONSE_DATA"
-# What a damaged file makes its reader raise.
+# The errors that a damaged file causes in its reader.
 _DAMAGED = (ValueError, KeyError, EOFError, OSError, struct.error, zipfile.BadZipFile, lzma.LZMAError)
 _TEN = tuple("0123456789")
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 class MissingDataError(Error, FileNotFoundError):
-    """A data file is not in the folder; the message says which, and where it can be had."""
+    """A data file is missing; the message has its name and its source."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """A labelled set of images, scaled to mean 0 and deviation 1 of the training set in each channel.
+    """Labelled images, scaled so that each channel of the training set has mean 0 and deviation 1.
 
     Attributes:
         x_train, x_test: float32 [N, C, H, W].
         y_train, y_test: int64 [N].
-        names: of the classes.
-        mean, deviation: of each channel, in the units of the files: a pixel is deviation · x + mean.
+        names: the names of the classes.
+        mean, deviation: scale of each channel, in the units of the files: a pixel is deviation · x + mean.
     """
 
     x_train: Tensor
@@ -66,7 +67,7 @@ class Images:
         number, wanted = len(self.x_train), sum(sizes)
         if wanted > number:
             raise ArgumentError(
-                f"the training set has {number} examples; got a demand for {wanted}. Ask for fewer."
+                f"the training set has {number} examples; got a request for {wanted}. Ask for fewer."
             )
         order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
         pieces = torch.split(order[:wanted], list(sizes))
@@ -77,16 +78,16 @@ def load(name: str, folder: str | Path | None = None) -> Images:
     """A data set by name: "digits", "mnist", "cifar10" or "cifar100" (by its fine labels).
 
     Args:
-        name: which.
-        folder: where the files are; None means the folder that the variable BESTRESPONSE_DATA names.
+        name: the name of the set.
+        folder: the folder of the files; None means the one in the variable BESTRESPONSE_DATA.
 
     Raises:
-        MissingDataError: the files are not there.
+        MissingDataError: a file is missing.
     """
     if name == "digits":
         return _digits()
     folder = folder_of(folder)
-    with told(name, folder):
+    with reading(name, folder):
         archive = find(folder, f"{name}_subset.npz", f"{name}.npz")
         return _from_archive(archive) if archive else _READERS[name](folder)
 
@@ -94,16 +95,16 @@ def load(name: str, folder: str | Path | None = None) -> Images:
 def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
     """A regression set by name: features [N, D] and targets [N], each scaled to mean 0 and deviation 1.
 
-    Boston is here because the paper uses it, and for nothing else: scikit-learn took it out, since its column B
-    rests on a racist premise.
+    Boston is included only because the paper uses it: scikit-learn removed it, since its column B rests on a racist
+    premise.
 
     Args:
         name: "diabetes", which comes with scikit-learn, or "boston": StatLib's file ``boston`` as it is, or
-            ``boston_housing.csv``, 506 lines under one of names, the target last.
-        folder: where the file is; None means the folder that the variable BESTRESPONSE_DATA names.
+            ``boston_housing.csv``: 506 lines below a line of column names, with the target last.
+        folder: the folder of the file; None means the one in the variable BESTRESPONSE_DATA.
 
     Raises:
-        MissingDataError: the file is not there.
+        MissingDataError: the file is missing.
     """
     if name == "diabetes":
         from sklearn.datasets import load_diabetes
@@ -113,7 +114,7 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
         folder = folder_of(folder)
         source, names = "http://lib.stat.cmu.edu/datasets/boston", ("boston_housing.csv", "boston")
         path = required("Boston housing", "boston (or boston_housing.csv)", folder, source, *names)
-        with told(name, folder):
+        with reading(name, folder):
             table = _boston(path)
         features, targets = table[:, :-1], table[:, -1]
     x, y = (torch.from_numpy(np.asarray(values, np.float64)) for values in (features, targets))
@@ -121,7 +122,7 @@ def load_table(name: str, folder: str | Path | None = None) -> tuple[Tensor, Ten
 
 
 def _boston(path: Path) -> Array:
-    """506 rows of 14 numbers. StatLib's file has 22 lines of words first, and each row on two lines."""
+    """506 rows of 14 numbers. StatLib's file starts with 22 lines of text, and has each row on two lines."""
     if path.suffix == ".csv":
         return np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
     numbers = " ".join(path.read_text(encoding="latin-1").splitlines()[22:]).split()
@@ -129,8 +130,8 @@ def _boston(path: Path) -> Array:
 
 
 @contextmanager
-def told(name: str, folder: Path | None) -> Iterator[None]:
-    """Say in one sentence what a damaged file makes a reader raise."""
+def reading(name: str, folder: Path | None) -> Iterator[None]:
+    """Turn a reader's error about a damaged file into an ArgumentError."""
     try:
         yield
     except Error:
@@ -143,30 +144,30 @@ def told(name: str, folder: Path | None) -> Iterator[None]:
 
 
 def folder_of(folder: str | Path | None) -> Path | None:
-    """The folder of data files: the one that is given, or that the variable names."""
+    """The folder of data files: the given one, or the one in the variable."""
     named = folder if folder is not None else os.environ.get(VARIABLE)
     return Path(named) if named else None
 
 
 def find(folder: Path | None, *names: str) -> Path | None:
-    """The first of the files that is in the folder."""
+    """The first of the named files that exists in the folder."""
     paths = [] if folder is None else [folder / name for name in names]
     return next((path for path in paths if path.is_file()), None)
 
 
-def required(data: str, said: str, folder: Path | None, source: str, *names: str) -> Path:
-    """The first of the named files that is in the folder; else an error, with what ``said`` calls it and its source."""
+def required(data: str, label: str, folder: Path | None, source: str, *names: str) -> Path:
+    """The first of the named files that exists in the folder; else an error with the file's label and source."""
     if path := find(folder, *names):
         return path
     looked = f"the folder {folder}" if folder else f"no folder: neither --data-dir nor {VARIABLE} is set"
     raise MissingDataError(
-        f"{data} needs the file {said}; looked in {looked}. Get it from {source} and name its folder with "
-        f"--data-dir or {VARIABLE}."
+        f"{data} needs the file {label}; looked in {looked}. Get it from {source} and pass its folder as --data-dir "
+        f"or {VARIABLE}."
     )
 
 
 def _digits() -> Images:
-    """Scikit-learn's 1,797 digits of 8×8 pixels; a third of them, drawn once and for all, is the test set."""
+    """Scikit-learn's 1,797 digits of 8×8 pixels; a fixed random third is the test set."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -176,38 +177,33 @@ def _digits() -> Images:
 
 
 def _mnist(folder: Path | None) -> Images:
-    paths, source = [], "https://ossci-datasets.s3.amazonaws.com/mnist/"
-    for name in [
-        f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
-    ]:
-        said = f"{name}.gz (one of its four IDX files, gzipped or not; a mnist.npz will do too)"
-        paths.append(
-            required("MNIST", said, folder, source, name, f"{name}.gz", name.replace("-idx", ".idx"))
-        )
-    x, y, x_test, y_test = map(_read_idx, paths)
+    source, arrays = "https://ossci-datasets.s3.amazonaws.com/mnist/", []
+    for part, kind in product(("train", "t10k"), ("images-idx3", "labels-idx1")):
+        name = f"{part}-{kind}-ubyte"
+        label = f"{name}.gz (one of four IDX files, gzipped or not; or mnist.npz instead)"
+        names = (name, f"{name}.gz", name.replace("-idx", ".idx"))
+        arrays.append(_read_idx(required("MNIST", label, folder, source, *names)))
+    x, y, x_test, y_test = arrays
     return _scaled((x, y), (x_test, y_test), _TEN)
 
 
 def _cifar10(folder: Path | None) -> Images:
     names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
-    *parts, test = (
-        _read_cifar(_cifar_file("CIFAR-10", "batches-bin", name, folder), labels=1) for name in names
-    )
+    paths = [_cifar_file("CIFAR-10", "batches-bin", name, folder) for name in names]
+    *parts, test = (_read_cifar(path, labels=1) for path in paths)
     x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return _scaled((x, y), test, _CIFAR10)
 
 
 def _cifar100(folder: Path | None) -> Images:
-    train, test, names = (
-        _cifar_file("CIFAR-100", "binary", name, folder)
-        for name in ("train.bin", "test.bin", "fine_label_names.txt")
-    )
-    lines = tuple(names.read_text(encoding="utf-8").split())
-    return _scaled(_read_cifar(train, labels=2), _read_cifar(test, labels=2), lines)
+    names = ("train.bin", "test.bin", "fine_label_names.txt")
+    train, test, labels = (_cifar_file("CIFAR-100", "binary", name, folder) for name in names)
+    classes = tuple(labels.read_text(encoding="utf-8").split())
+    return _scaled(_read_cifar(train, labels=2), _read_cifar(test, labels=2), classes)
 
 
 def _cifar_file(data: str, end: str, name: str, folder: Path | None) -> Path:
-    inside = f"{data.lower()}-{end}/{name}"  # as the archive calls it
+    inside = f"{data.lower()}-{end}/{name}"  # the path in the archive
     source = f"https://www.cs.toronto.edu/~kriz/{data.lower()}-binary.tar.gz"
     return required(data, f"{inside} (of the unpacked binary version)", folder, source, name, inside)
 
@@ -225,7 +221,7 @@ def _from_archive(path: Path) -> Images:
 
 
 def _read_idx(path: Path) -> Array:
-    """An IDX file (LeCun's format): two zero bytes, type, rank, the sizes in big-endian, the bytes."""
+    """An IDX file (LeCun's format): two zero bytes, type, rank, big-endian sizes, data bytes."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     zero, kind, rank = struct.unpack(">HBB", content[:4])
     shape = struct.unpack(f">{rank}I", content[4 : 4 + 4 * rank])
@@ -239,7 +235,7 @@ def _read_idx(path: Path) -> Array:
 
 
 def _read_cifar(path: Path, labels: int) -> tuple[Array, Array]:
-    """CIFAR's binary version: records of one or two label bytes, the fine one last, and 3 × 32 × 32 bytes."""
+    """CIFAR's binary version: records of one or two label bytes, the fine label last, and 3 × 32 × 32 bytes."""
     values, size = np.fromfile(path, np.uint8), labels + 3072
     if values.size == 0 or values.size % size:
         raise ArgumentError(
@@ -257,7 +253,7 @@ def _scaled(
         if not len(x) or y.shape != (len(x),) or int(y.max()) >= len(names):
             raise ArgumentError(
                 f"images need one label each, below {len(names)}; got {len(x)} images and labels "
-                f"{list(y.shape)} up to {y.max() if y.size else None}. Look at the files, and at the class names."
+                f"{list(y.shape)} up to {y.max() if y.size else None}. Check the files and the class names."
             )
     x_train, x_test = (_as_tensor(x, channels_last) for x, _ in (train, test))
     y_train, y_test = (torch.from_numpy(y.astype(np.int64)) for _, y in (train, test))

@@ -1,4 +1,4 @@
-"""A data set distilled into one image for each class: the paper's section 5.3, figure 6."""
+"""Distillation of a data set into one image for each class: the paper's section 5.3, figure 6."""
 
 import math
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ import bestresponse as br
 
 from ..errors import ArgumentError
 from . import data, distilled_set, softmax
-from .classification import Batch, accuracy
+from .classification import Batch, accuracy, set_to_zero, squared_norm
 from .data import Images
 from .distilled_set import Recipe
-from .experiment import Count, NotNegative, Number, Positive, Repeated, Row, Works
+from .experiment import Count, NotNegative, Number, Positive, Repeated, Row, Tasks
 
 _PENALTIES = {"digits": 0.01, "mnist": 0.01, "cifar10": 0.1, "cifar100": 0.1}
 _STRIP = 5
@@ -26,13 +26,13 @@ _RANDOM_DRAWS = 10
 
 
 class Distill(Repeated):
-    """Tune every pixel of one image a class, so that a classifier trained on them alone does well on real data.
+    """Tune every pixel of one image per class, so that a classifier trained on them alone does well on real data.
 
     The classifier is softmax regression with an ℓ2 penalty. By default its training problem is solved exactly before
-    each hyper-step: with a few steps of gradient descent from weights that are carried along, information leaks
-    into them, and a new classifier trained on the same images is far worse. The accuracies of the table are
-    those of classifiers trained anew, from zero until they converge, on the file distilled.safetensors (with
-    --learned-rate: by its recipe).
+    each hyper-step. With a few gradient steps from the last weights instead, information would leak into the weights,
+    and a new classifier trained on the same images would be far worse. The accuracies of the table are those of new
+    classifiers, trained from zero until they converge on the file distilled.safetensors (with --learned-rate: by its
+    recipe).
     """
 
     name = "distill"
@@ -49,24 +49,24 @@ class Distill(Repeated):
     validation: Number = 0  # Labelled images of the training set in the validation loss; 0 means all of them.
     steps: Count = 150  # Hyper-steps.
     pixel_rate: Positive = 0.05
-    """Adam's learning rate for the pixels, in units of the data's deviation; it falls to zero along a cosine."""
+    """Adam's learning rate for the pixels, in units of the data's deviation; it decays to zero along a cosine."""
     penalty: NotNegative = 0.0  # The classifier's ℓ2 penalty; 0 means 0.01, and 0.1 for CIFAR.
-    solver_steps: Count = 60  # Conjugate-gradient steps of each hypergradient, from the last solution.
-    start: Literal["means", "noise"] = "means"  # The images to begin with: the means of each class, or noise.
+    solver_steps: Count = 60  # Conjugate-gradient steps of each hypergradient, starting at the last solution.
+    start: Literal["means", "noise"] = "means"  # The initial images: class means or noise.
     smoothness: NotNegative = 0.0
-    """The weight of the images' mean squared difference between neighbouring pixels in the validation loss."""
+    """The weight of the mean squared difference between neighbouring pixels in the validation loss."""
     closeness: NotNegative = 0.5
-    """The weight of the images' mean squared distance from the first ones in the validation loss, which keeps
-    recognisable what the classifier does not need."""
+    """The weight of the mean squared distance from the initial images in the validation loss. It keeps details that
+    the classifier does not need recognisable."""
     soft_labels: bool = False  # Tune the labels too, as probabilities.
     learned_rate: bool = False
     """Train the classifier by --inner-steps steps of gradient descent from zero, and tune their learning rate too."""
     inner_steps: Count = 20  # Steps of gradient descent with --learned-rate.
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         images = data.load(self.data, self.data_dir)
         if self.validation:
-            images.draw(self.validation, seed=self.seed)  # raises where there are not so many
+            images.draw(self.validation, seed=self.seed)  # raises if there are too few
         smallest, number = images.y_train.bincount(minlength=images.classes).min(dim=0)
         if smallest < self.per_class:
             raise ArgumentError(
@@ -77,33 +77,31 @@ class Distill(Repeated):
         return [*of_seeds, partial(self._comparisons, images)]
 
     def _distil(self, seed: int, images: Images, device: torch.device, folder: Path) -> Iterator[Row]:
-        """Tune and save; the test accuracy of a classifier trained anew, and of that which ran along."""
+        """Tune and save the images; the test accuracy of a new classifier, and of the tuner's own."""
         x, y = images.x_train, images.y_train
         if self.validation:
             x, y = images.draw(self.validation, seed=seed)[0]
-        val, test = (
-            (x.flatten(1).to(device), y.to(device)) for x, y in ((x, y), (images.x_test, images.y_test))
-        )
+        parts = (x, y), (images.x_test, images.y_test)
+        val, test = ((x.flatten(1).to(device), y.to(device)) for x, y in parts)
         inputs, labels = self._first_images(seed, images)
         classes = images.classes if self.soft_labels else None
         tuned = _Tuned(self, br.hyperparameters.DistilledData(inputs, labels, classes)).to(device)
         model = nn.Linear(val[0].shape[1], images.classes, device=device, dtype=val[0].dtype)
         exact = softmax.ExactSoftmax(tuned.penalty)
-        method: br.Method = br.Implicit(
-            br.ConjugateGradient(self.solver_steps), warm_start=True, estimate_error=False
-        )
+        solver = br.ConjugateGradient(self.solver_steps)
+        method: br.Method = br.Implicit(solver, warm_start=True, estimate_error=False)
         if self.learned_rate:
             method = br.Unrolled(self.inner_steps, lambda tuned: tuned.rate())
         optimizer = torch.optim.Adam(tuned.parameters(), self.pixel_rate)
 
         def measure(*_: nn.Module) -> dict[str, float]:
-            found = tuned.test_accuracy(model, test)
-            return {"test_accuracy": found, "inner_gradient_norm": exact.gradient_norm}
+            value = tuned.test_accuracy(model, test)
+            return {"test_accuracy": value, "inner_gradient_norm": exact.gradient_norm}
 
         keep = _Snapshots(tuned, seed)
         tuner = br.Tuner(
             br.Problem(model, tuned, _train_loss, _val_loss),
-            _set_to_zero if self.learned_rate else exact,
+            (lambda problem, _: set_to_zero(problem.model)) if self.learned_rate else exact,
             optimizer,
             method,
             hyper_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps),
@@ -126,9 +124,9 @@ class Distill(Repeated):
         yield _row("distilled, as it ran along", tuned.test_accuracy(model, test))
 
     def _first_images(self, seed: int, images: Images) -> tuple[Tensor, Tensor]:
-        """The images to begin with and their labels, class by class.
+        """The initial images and their labels, class by class.
 
-        Several of a class begin as the means of parts of it, since equal ones would stay equal.
+        If a class has several images, each starts as the mean of a part of the class: equal images would stay equal.
         """
         labels = torch.arange(images.classes).repeat_interleave(self.per_class)
         generator = torch.Generator().manual_seed(seed)
@@ -143,9 +141,9 @@ class Distill(Repeated):
         return torch.stack(means), labels
 
     def _comparisons(self, images: Images) -> Iterator[Row]:
-        """As many random images, the class means, and the whole training set, each by training from zero.
+        """Classifiers trained from zero on as many random images, on the class means, and on the whole training set.
 
-        The penalty on the whole set is chosen on a tenth of it that is held out.
+        The penalty for the whole set is chosen on a held-out tenth of it.
         """
         classes, recipe = images.classes, Recipe(self.penalty or _PENALTIES[self.data])
         x, y, test = images.x_train, images.y_train, (images.x_test, images.y_test)
@@ -182,7 +180,7 @@ def _row(name: str, accuracy: float, gradient_norm: float | None = None) -> Row:
 
 
 class _Tuned(nn.Module):
-    """What is tuned: the data, and the learning rate of the training on them; with what the losses need beside."""
+    """The hyperparameters: distilled data, and with --learned-rate the learning rate of the training on them."""
 
     first: Tensor
 
@@ -198,7 +196,7 @@ class _Tuned(nn.Module):
         return batch
 
     def rate(self) -> Tensor:
-        """The learning rate of the steps from zero."""
+        """The tuned learning rate."""
         assert self.log_rate is not None
         return self.log_rate.exp()
 
@@ -207,13 +205,13 @@ class _Tuned(nn.Module):
         return self.distilled.inputs.detach()[: 10 * self.config.per_class].cpu().clone()
 
     def recipe(self) -> Recipe:
-        """How a classifier is to be trained on the data as they are."""
+        """The recipe for training a classifier on the present data."""
         if self.log_rate is None:
             return Recipe(self.penalty)
         return Recipe(self.penalty, self.config.inner_steps, self.rate().item())
 
     def test_accuracy(self, model: nn.Module, test: Batch) -> float:
-        """Of the present classifier; where a learned rate starts from zero each time, of one after its steps."""
+        """The test accuracy of the present classifier; with a learned rate, of one trained from zero by the recipe."""
         if self.log_rate is None:
             return accuracy(model, test)
         inputs, targets = (part.detach() for part in self())
@@ -222,7 +220,7 @@ class _Tuned(nn.Module):
 
 
 class _Snapshots:
-    """A callback that keeps images of the first ten classes now and then, and puts the seed into the history."""
+    """A callback that keeps the images of the first ten classes at some steps, and adds the seed to the history."""
 
     def __init__(self, tuned: _Tuned, seed: int) -> None:
         self._tuned, self._seed, self.snapshots = tuned, seed, {"0": tuned.first_ten()}
@@ -235,8 +233,7 @@ class _Snapshots:
 
 
 def _train_loss(model: nn.Module, tuned: _Tuned, batch: None) -> Tensor:
-    inputs, targets = tuned()
-    squares = torch.stack([w.square().sum() for w in model.parameters()]).sum()
+    (inputs, targets), squares = tuned(), squared_norm(model)
     return F.cross_entropy(model(inputs.flatten(1)), targets) + tuned.penalty / 2 * squares
 
 
@@ -249,9 +246,3 @@ def _val_loss(model: nn.Module, tuned: _Tuned, batch: Batch) -> Tensor:
     if config.closeness:
         loss = loss + config.closeness * (x - tuned.first).square().mean()
     return loss
-
-
-def _set_to_zero(problem: br.Problem, batch: object) -> None:
-    with torch.no_grad():
-        for w in problem.weights.values():
-            w.zero_()

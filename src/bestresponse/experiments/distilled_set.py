@@ -1,4 +1,4 @@
-"""A distilled set as files that another program can train on, the training from zero that judges it, its pictures."""
+"""A distilled set as files for other programs, the training from zero that tests it, and its pictures."""
 
 import json
 import math
@@ -18,11 +18,11 @@ from .data import Images
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a classifier is trained on the set.
+    """How to train a classifier on the set.
 
     Attributes:
-        penalty: of ½ ‖W‖², the bias included.
-        steps, rate: of gradient descent from zero; None trains until it converges.
+        penalty: factor of ½ ‖W‖², the bias included.
+        steps, rate: number and learning rate of gradient steps from zero; None means training until convergence.
     """
 
     penalty: float
@@ -30,7 +30,7 @@ class Recipe:
     rate: float | None = None
 
     def train(self, images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, float]:
-        """A softmax regression trained from zero, [classes, D + 1] in float64, and the norm of its gradient."""
+        """Softmax weights trained from zero, [classes, D + 1] in float64, and the norm of their gradient."""
         images, labels = images.double(), labels if labels.ndim == 1 else labels.double()
         if self.steps is None or self.rate is None:
             return softmax.fit(images, labels, classes, self.penalty, steps=2000)
@@ -50,16 +50,16 @@ def save(folder: Path, batch: Batch, recipe: Recipe, data: str, images: Images) 
     """Write ``distilled.safetensors`` (images [N, C, H, W], labels [N] or [N, classes]) and ``distilled.json``.
 
     Args:
-        folder: where.
-        batch: the images, float32, in the classifier's input scale; and labels, int64, or float32 probabilities.
+        folder: the folder to write to.
+        batch: float32 images in the classifier's input scale; and labels, int64 classes or float32 probabilities.
         recipe: how to train on them.
-        data: the name of the set that they come from.
-        images: that set, whose scale and classes another program needs.
+        data: name of the original set.
+        images: the original set; its scale and class names are written too.
     """
     inputs, labels = (part.detach().cpu().contiguous() for part in batch)
     save_file({"images": inputs, "labels": labels}, folder / "distilled.safetensors")
     end = "until it converges." if recipe.steps is None else "by gradient descent."
-    told = {
+    description = {
         "recipe": "Softmax regression on the flattened images, cross-entropy plus penalty/2 times the squared norm of "
         f"weights and bias, from zero {end}",
         **asdict(recipe),
@@ -68,21 +68,21 @@ def save(folder: Path, batch: Batch, recipe: Recipe, data: str, images: Images) 
         "mean": images.mean,
         "deviation": images.deviation,
     }
-    runs.write_whole(folder / "distilled.json", told)
+    runs.write_whole(folder / "distilled.json", description)
 
 
 def train_on(folder: Path) -> tuple[Tensor, float]:
-    """A new classifier, trained from zero on what the folder's two files say, and the norm of its gradient."""
+    """A new classifier, trained from zero on the two files of a folder, and the norm of its gradient."""
     stored = load_file(folder / "distilled.safetensors")
-    told = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))
-    recipe = Recipe(told["penalty"], told["steps"], told["rate"])
-    return recipe.train(stored["images"], stored["labels"], len(told["classes"]))
+    description = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))
+    recipe = Recipe(description["penalty"], description["steps"], description["rate"])
+    return recipe.train(stored["images"], stored["labels"], len(description["classes"]))
 
 
 def draw(folder: Path, grid: Path, strip: Path) -> None:
-    """The images in a grid with their classes, and those of the first ten classes as they came about."""
+    """Draw the images in a grid with their classes, and the history of those of the first ten classes."""
     if not (folder / "snapshots.safetensors").is_file():
-        raise ArgumentError(f"{folder} must hold distilled images to draw; it has none. Has the run ended?")
+        raise ArgumentError(f"{folder} must hold distilled images; it has none. Has the run finished?")
     names = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))["classes"]
     names = [name.replace("_", " ") for name in names]
     images = load_file(folder / "distilled.safetensors")["images"]
@@ -108,7 +108,7 @@ def draw(folder: Path, grid: Path, strip: Path) -> None:
 
 
 def _show(panel: Any, image: Tensor) -> None:
-    """One image [C, H, W], its values spread from black to white; a single channel with zero as grey."""
+    """Show an image [C, H, W] with its values scaled from black to white; zero is grey in a single channel."""
     if image.shape[0] == 1:
         most = float(image.abs().max())
         panel.imshow(image[0].numpy(), cmap="gray", vmin=-most, vmax=most)

@@ -1,4 +1,4 @@
-"""What an experiment declares, and the loop that runs each of them."""
+"""The base class of all experiments, and the loop that runs one."""
 
 import math
 import shlex
@@ -20,12 +20,12 @@ from . import runs
 from .runs import Row as Row
 
 Preset = Literal["smoke", "cpu", "paper"]
-Works = Sequence[Callable[[], Iterable[Row]]]
+Tasks = Sequence[Callable[[], Iterable[Row]]]
 
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers that an option takes, from ``low`` (above it, where ``above``) to ``high``."""
+    """The finite numbers that an option accepts: ``low`` to ``high``, without ``low`` itself if ``above``."""
 
     low: float
     high: float = math.inf
@@ -50,58 +50,56 @@ Share = Annotated[float, Range(0, 1)]
 LogDecay = Annotated[float, Range(-14, 3)]  # the bounds of `WeightDecay`
 
 
-def require(holds: bool, message: str) -> None:
-    """Raise ArgumentError with the message where something does not hold."""
-    if not holds:
+def require(condition: bool, message: str) -> None:
+    """Raise ArgumentError with the message unless the condition holds."""
+    if not condition:
         raise ArgumentError(message)
 
 
 @dataclass_transform(kw_only_default=True)
-class _Declared:
-    """Makes each class that derives from it a dataclass."""
+@dataclass(kw_only=True)
+class Experiment(ABC):
+    """An experiment of the paper. Its fields are the options of the command line; their defaults are those of smoke.
+
+    Each subclass becomes a dataclass. A task is a function that yields rows. The loop writes each row into
+    metrics.jsonl at once, and makes the table from all rows. With `writes_history`, a task writes the hyper-steps of
+    its tuner there instead, and its rows go into the table only.
+    """
+
+    name: ClassVar[str]  # on the command line
+    cpu: ClassVar[str] = "--threads 0"  # the options of this preset
+    paper: ClassVar[str] = "--threads 0"
+    labels: ClassVar[tuple[str, ...]] = ("data",)  # the options in the default name of the folder
+    figures: ClassVar[tuple[str, ...]]  # the files that `draw` writes
+    files: ClassVar[tuple[str, ...]] = ()  # other files of a run, besides configuration, rows and result
+    by: ClassVar[tuple[str, ...]] = ()  # the table merges rows that agree in these columns
+    of: ClassVar[tuple[str, ...]] = ()  # and shows the means of these
+    writes_history: ClassVar[bool] = False
+    counted: ClassVar[bool] = False  # whether the loop shows the progress; otherwise each task shows its own
+
+    preset: Preset = "smoke"
+    """The defaults of the other options. smoke takes under a minute, needs no data files, and only shows that
+    everything runs. cpu takes minutes on two cores with real data (augment and lstm an hour). paper is the paper's
+    full setting."""
+    seed: int = 0  # The first seed; it determines the examples and the initial weights.
+    device: str = "cpu"  # Where to compute: cpu, cuda, ...
+    threads: Number = 1
+    """CPU threads for torch; 0 keeps torch's default. With networks as small as those of smoke, a second thread makes
+    a run slower."""
+    data_dir: Path | None = None
+    """The folder of the data files; the default is the environment variable BESTRESPONSE_DATA. docs/reproducing.md
+    lists the files of each data set."""
+    out: Path | None = None
+    """The folder to write to; the default is a name under runs/. Files of an earlier run there are replaced; augment
+    and lstm continue its rows if their options are the same."""
 
     def __init_subclass__(cls) -> None:
         dataclass(kw_only=True)(cls)
 
-
-class Experiment(_Declared, ABC):
-    """An experiment of the paper: its fields are the options of the command line, with those of smoke as defaults.
-
-    A work is a function that makes rows. The loop writes each into metrics.jsonl as it comes, and the table is made of
-    all of them; where `writes_history`, a work itself writes the hyper-steps of its tuner there, and its rows are those
-    of the table.
-    """
-
-    name: ClassVar[str]  # on the command line
-    cpu: ClassVar[str] = "--threads 0"  # the options that a preset stands for
-    paper: ClassVar[str] = "--threads 0"
-    labels: ClassVar[tuple[str, ...]] = ("data",)  # the options that the folder's usual name has
-    figures: ClassVar[tuple[str, ...]]  # the files that `draw` makes
-    files: ClassVar[tuple[str, ...]] = ()  # what else a run leaves, beside configuration, rows and result
-    by: ClassVar[tuple[str, ...]] = ()  # rows that agree in these are one of the table,
-    of: ClassVar[tuple[str, ...]] = ()  # with the means of these
-    writes_history: ClassVar[bool] = False
-    counted: ClassVar[bool] = False  # whether the loop shows how many works are done; else each shows its own
-
-    preset: Preset = "smoke"
-    """Where the other options begin: smoke takes under a minute and no data files, and shows that all runs, no more;
-    cpu takes minutes on two cores with real data (augment and lstm an hour); paper is the paper's whole setting."""
-    seed: int = 0  # The first seed. It draws the examples and the initial weights.
-    device: str = "cpu"  # Where to compute: cpu, cuda, ...
-    threads: Number = 1
-    """Processor threads for torch; 0 leaves torch's choice. For networks as small as those of smoke, a second one
-    costs more than it gives."""
-    data_dir: Path | None = None
-    """The folder of data files; also the environment variable BESTRESPONSE_DATA. docs/reproducing.md says which
-    files of each data set."""
-    out: Path | None = None
-    """The folder to write to; by default a name under runs/. An earlier run's files there are replaced; augment and
-    lstm go on with its rows where their options are the same."""
-
     @classmethod
     def of_preset(cls, preset: str) -> Self:
-        """The options that a preset stands for."""
-        words = {"smoke": "", "cpu": cls.cpu, "paper": cls.paper}.get(preset, "")
+        """The options of a preset."""
+        words = {"cpu": cls.cpu, "paper": cls.paper}.get(preset, "")
         prog = f"bestresponse reproduce {cls.name}"
         return tyro.cli(cls, prog=prog, args=["--preset", preset, *shlex.split(words)])
 
@@ -112,22 +110,18 @@ class Experiment(_Declared, ABC):
         kept: Row = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names}
         return cls(**kept)
 
-    def all_seeds(self) -> Sequence[int]:
-        """Each seed, in turn."""
-        return [self.seed]
-
     def check(self) -> None:
-        """Raise where an option is out of the range that its type names, or options do not go together."""
+        """Raise if an option is outside the range of its type, or if options contradict each other."""
         hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
             _check_range(field.name, hints[field.name], getattr(self, field.name))
 
     @abstractmethod
-    def works(self, device: torch.device, folder: Path) -> Works:
-        """Load the data, and return the pieces of work; raises where options do not go with the data."""
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
+        """Load the data, and return the tasks; raises if options do not fit the data."""
 
-    def goes_on(self) -> bool:
-        """Whether the run goes on with what is in its folder."""
+    def resumes(self) -> bool:
+        """Whether the run continues the one in its folder."""
         return False
 
     def table(self, rows: list[Row]) -> list[Row]:
@@ -139,12 +133,12 @@ class Experiment(_Declared, ABC):
         """One or two numbers of the table, by name."""
 
     def more(self, rows: list[Row]) -> Row:
-        """What else goes into result.json; "interrupted" ends the command as an interrupt does."""
+        """Further entries of result.json; if "interrupted" is true, the command ends as an interrupt does."""
         folders = [row["folder"] for row in rows if "folder" in row]
         return {"folders": folders} if folders else {}
 
     def note(self, rows: list[Row]) -> str:
-        """What is printed under the table."""
+        """A text under the table."""
         return ""
 
     @abstractmethod
@@ -155,9 +149,10 @@ class Experiment(_Declared, ABC):
 class Repeated(Experiment):
     """An experiment that takes several seeds."""
 
-    seeds: Count = 1  # How many seeds to run; the table has the mean and the standard deviation over them.
+    seeds: Count = 1  # The number of seeds; the table shows means and standard deviations over them.
 
-    def all_seeds(self) -> Sequence[int]:
+    def all_seeds(self) -> range:
+        """All seeds, in order."""
         return range(self.seed, self.seed + self.seeds)
 
 
@@ -165,16 +160,16 @@ def run(experiment: Experiment) -> Path:
     """Run an experiment, print its table and return its folder.
 
     Raises:
-        ArgumentError: an option is out of its range, or options do not go together.
+        ArgumentError: an option is out of its range, or options contradict each other.
         Error: data files are missing.
     """
     device, began = _checked(experiment), time.perf_counter()
     labels = [str(getattr(experiment, label)) for label in experiment.labels]
     folder = experiment.out or Path("runs") / "-".join([experiment.name, *labels])
-    works = experiment.works(device, folder)
+    tasks = experiment.tasks(device, folder)
     config = {"experiment": experiment.name, **runs.as_json(experiment)}
-    runs.begin(folder, config, [*experiment.figures, *experiment.files], experiment.goes_on())
-    rows = list(_rows(experiment, works, folder))
+    runs.begin(folder, config, [*experiment.figures, *experiment.files], experiment.resumes())
+    rows = list(_rows(experiment, tasks, folder))
     if (folder / "metrics.jsonl").is_file():
         draw(folder, type(experiment))
     table = experiment.table(rows)
@@ -188,18 +183,18 @@ def run(experiment: Experiment) -> Path:
     return folder
 
 
-def _rows(experiment: Experiment, works: Works, folder: Path) -> Iterator[Row]:
-    """The rows of all works, one after the other."""
-    with closing(Bar(len(works), "work", shown=experiment.counted)) as bar:
-        for work in works:
-            for row in work():
+def _rows(experiment: Experiment, tasks: Tasks, folder: Path) -> Iterator[Row]:
+    """The rows of all tasks, in order."""
+    with closing(Bar(len(tasks), "task", shown=experiment.counted)) as bar:
+        for task in tasks:
+            for row in task():
                 yield row if experiment.writes_history else runs.add(folder, row)
                 bar.advance(0, ", ".join(f"{key} {row[key]}" for key in experiment.by if key in row))
             bar.advance()
 
 
 def draw(folder: Path, kind: type[Experiment]) -> list[Path]:
-    """Draw the figures of the run in a folder from its files alone, and return their paths; none without rows."""
+    """Draw the figures of the run in a folder from its files alone, and return their paths: none without rows."""
     experiment, rows = kind.read(folder), runs.read_rows(folder)
     if rows:
         experiment.draw(folder, rows)
@@ -213,18 +208,17 @@ def _checked(experiment: Experiment) -> torch.device:
         device = torch.empty(0, device=experiment.device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         got = f"{experiment.device!r}: {str(error).splitlines()[0]}"
-        raise ArgumentError(f"--device must name a device that is here; got {got}") from error
+        raise ArgumentError(f"--device must name a device of this machine; got {got}") from error
     if experiment.threads:
         torch.set_num_threads(experiment.threads)
     return device
 
 
 def _check_range(name: str, hint: Any, value: Any) -> None:
-    """A tuple must have one value at least, and each once."""
     values = value if isinstance(value, tuple) else (value,)
     option, shown = f"--{name.replace('_', '-')}", ", ".join(map(str, values)) or "none"
     once = bool(values) and len(set(values)) == len(values)
-    require(once, f"{option} must name one at least, and each once; got {shown}.")
+    require(once, f"{option} must have at least one value, and each only once; got {shown}.")
     for part in (hint, *get_args(hint)):
         for allowed in get_args(part):
             if isinstance(allowed, Range):

@@ -1,4 +1,4 @@
-"""How near approximate hypergradients come to the exact one: the paper's figure 3."""
+"""The error of approximate hypergradients: the paper's figure 3."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +13,10 @@ import bestresponse as br
 
 from .. import _tree
 from . import data, plots, runs
-from .experiment import Count, LogDecay, Positive, Repeated, Row, Works, require
-from .regression import train_loss, val_loss
+from .experiment import Count, LogDecay, Positive, Repeated, Row, Tasks, require
+from .regression import halves, train_loss, val_loss
 
-# The colour of a method, and the method with so many steps.
+# The colour of each method, and the method itself for a number of steps.
 METHODS: dict[str, tuple[str, Callable[[int, float], br.Method]]] = {
     "identity": (plots.GREY, lambda n, scale: br.Implicit(br.Identity())),
     "Neumann": (plots.BLUE, lambda n, scale: br.Implicit(br.Neumann(n, scale))),
@@ -31,10 +31,10 @@ METHODS: dict[str, tuple[str, Callable[[int, float], br.Method]]] = {
 class InverseError(Repeated):
     """Compare hypergradients of approximate inverses with the exact one, while a linear network is tuned.
 
-    Weights and a decay for each of them move together along the exact hypergradient; at each hyper-step every
-    approximation is compared with it, by cosine similarity and ℓ2 distance (the paper's figure 3). A recycled
-    solver learns from the solves that it made along this run. The table's last columns are the shares of the
-    hyper-steps in which Neumann has the greater cosine, and conjugate gradient the smaller distance, of the two.
+    The weights have one decay each, and the run follows the exact hypergradient. At each hyper-step every approximation
+    is compared with it, by cosine similarity and ℓ2 distance (the paper's figure 3). A recycled solver learns from its
+    own earlier solves in this run. The last columns of the table compare Neumann with conjugate gradient: the share of
+    hyper-steps in which Neumann has the greater cosine, and that in which conjugate gradient has the smaller distance.
     """
 
     name = "inverse-error"
@@ -49,27 +49,27 @@ class InverseError(Repeated):
     steps: Count = 100  # Hyper-steps.
     weight_steps: Count = 5  # Steps of gradient descent before each hyper-step.
     weight_rate: Positive = 0.05
-    """The learning rate of the weights; also the scale of the Neumann series, as in the paper."""
+    """The learning rate of the weights and, as in the paper, the scale of the Neumann series."""
     hyper_rate: Positive = 0.05  # RMSprop's learning rate for the logarithms of the decays.
     initial_log_decay: LogDecay = -4.0  # The natural logarithm of each decay at the start.
     inversion_steps: tuple[Count, ...] = (1, 2, 5, 10)
-    """Neumann terms and conjugate-gradient steps to compare."""
-    shown: int = 5  # The inversion steps whose curve over the run is drawn; one of --inversion-steps.
+    """The numbers of Neumann terms and conjugate-gradient steps to compare."""
+    shown: int = 5  # The number of inversion steps for the curves over the run; one of --inversion-steps.
 
     def check(self) -> None:
         super().check()
         known = self.inversion_steps
-        said = f"--shown must be one of --inversion-steps, {known}; got {self.shown}."
-        require(self.shown in known, said)
+        message = f"--shown must be one of --inversion-steps, {known}; got {self.shown}."
+        require(self.shown in known, message)
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         x, y = (part.to(device) for part in data.load_table(self.data, self.data_dir))
         return [partial(self._follow, seed, x, y) for seed in self.all_seeds()]
 
     def _follow(self, seed: int, x: Tensor, y: Tensor) -> Iterator[Row]:
-        """One run along the exact hypergradient, and a row for each approximation at each hyper-step."""
+        """One run along the exact hypergradient: a row for each approximation at each hyper-step."""
         torch.manual_seed(seed)
-        train, val = ((x[rows], y[rows]) for rows in torch.randperm(len(x)).chunk(2))
+        train, val = halves(x, y)
         model = nn.Linear(x.shape[1], 1, device=x.device, dtype=x.dtype)
         initial = torch.tensor(self.initial_log_decay).exp().item()
         decay = br.hyperparameters.WeightDecay(model, initial=initial)
@@ -87,9 +87,8 @@ class InverseError(Repeated):
             weight_steps=self.weight_steps,
             seed=seed,
         )
-        batches = [train], [val]
         for step in range(1, self.steps + 1):
-            tuner.fit(*batches, 1)
+            tuner.fit([train], [val], 1)
             exact = _tree.flatten(br.hypergradient(problem, train, val, tuner.method).total)
             for (name, steps), method in methods.items():
                 result = br.hypergradient(problem, train, val, method)
@@ -106,7 +105,7 @@ class InverseError(Repeated):
                 }
 
     def table(self, rows: list[Row]) -> list[Row]:
-        """Means over each run, and their mean and deviation over seeds; how often either of the two is ahead."""
+        """Means over each run, their mean and deviation over seeds, and how often each of the two methods is ahead."""
         of_seed = runs.mean_and_deviation(rows, [*self.by, "seed"], self.of)
         table = runs.mean_and_deviation(of_seed, self.by, self.of)
         of_cg = {_solve(row): row for row in rows if row["method"] == "conjugate gradient"}
@@ -114,7 +113,7 @@ class InverseError(Repeated):
         pairs = [pair for pair in pairs if None not in (*pair[0].values(), *pair[1].values())]
         for row in (row for row in table if row["method"] == "Neumann"):
             both = [(n, cg) for n, cg in pairs if n["inversion steps"] == row["inversion steps"]]
-            if both:  # else all of them diverged
+            if both:  # otherwise every pair has a diverged solve
                 row["Neumann ahead, cosine"] = statistics.fmean(n["cosine"] > cg["cosine"] for n, cg in both)
                 row["CG ahead, distance"] = statistics.fmean(cg["distance"] < n["distance"] for n, cg in both)
         return table
@@ -124,7 +123,7 @@ class InverseError(Repeated):
         return {f"cosine, {row['method']}": row["cosine"] for row in shown}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Cosine and distance, over hyper-steps and over inversion steps: the axes of the paper's figure 3."""
+        """Cosine and distance over hyper-steps and over inversion steps, as in the paper's figure 3."""
         look: dict[str, Any] = {"sharex": "col", "sharey": "row"}
         with plots.panels(folder / self.figures[0], 2, 2, (8.0, 5.6), **look) as axes:
             for (along, means), key in zip(axes, ("cosine", "distance"), strict=True):
@@ -148,7 +147,7 @@ class InverseError(Repeated):
 
 
 def _solve(row: Row) -> tuple[int, int, int]:
-    """Which solve of the run it is, whatever the method."""
+    """The identity of a solve within the run, without its method."""
     return row["inversion steps"], row["seed"], row["hyper_step"]
 
 

@@ -1,4 +1,4 @@
-"""The inverse of a training Hessian, approximately and exactly: the paper's figure 4."""
+"""The inverse of a training Hessian, approximate and exact: the paper's figure 4."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import bestresponse as br
 from .. import _tree
 from ..solvers.direct import dense
 from . import data, plots
-from .experiment import Count, LogDecay, Number, Repeated, Row, Works
+from .experiment import Count, LogDecay, Number, Repeated, Row, Tasks
 from .minimise import minimise
 from .regression import Batch, train_loss, val_loss
 
@@ -23,8 +23,8 @@ from .regression import Batch, train_loss, val_loss
 class InverseHessian(Repeated):
     """Invert the training Hessian of a one-hidden-layer network by Neumann series and exactly, and show the entries.
 
-    The network is trained until its gradient is small, on a regression set with a weight decay. Each inverse is
-    that of the library's own solvers, column by column; the picture is tanh of its entries (the paper's figure 4).
+    The network is trained on a regression set with weight decay, until its gradient is small. The library's solvers
+    compute each inverse column by column. The figure shows tanh of the entries (the paper's figure 4).
     """
 
     name = "inverse-hessian"
@@ -37,16 +37,16 @@ class InverseHessian(Repeated):
     data: Literal["diabetes", "boston"] = "diabetes"
     """The regression set. diabetes comes with scikit-learn; boston (the paper's) is read from --data-dir."""
     hidden: Count = 5  # Hidden units.
-    terms: tuple[Number, ...] = (1, 5)  # Neumann terms of the approximations.
+    terms: tuple[Number, ...] = (1, 5)  # The numbers of Neumann terms to compare.
     steps: Count = 500  # L-BFGS iterations of the training.
     log_decay: LogDecay = -3.0  # The natural logarithm of the weight decay.
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         x, y = (part.to(device) for part in data.load_table(self.data, self.data_dir))
         return [partial(self._inverses, seed, (x, y)) for seed in self.all_seeds()]
 
     def _inverses(self, seed: int, batch: Batch) -> Iterator[Row]:
-        """The exact inverse and the approximate ones; those of the first seed with their entries."""
+        """The exact inverse and the approximate ones; the first seed's rows have their entries."""
         problem, gradient_norm = self._trained(seed, batch)
         with problem.undisturbed() as passes:
             system = br.Hessian().linearise(passes, batch)
@@ -89,7 +89,7 @@ class InverseHessian(Repeated):
         return {f"cosine, {row['inverse']}": row["cosine"] for row in table}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Tanh of the inverses' entries side by side, on one colour scale: the paper's figure 4."""
+        """Tanh of the entries of all inverses on one colour scale, as in the paper's figure 4."""
         shown = sorted((row for row in rows if "entries" in row), key=lambda row: row["inverse"] == "exact")
         size = (3.0 * len(shown) + 0.6, 3.3)
         with plots.panels(folder / self.figures[0], 1, len(shown), size) as axes:

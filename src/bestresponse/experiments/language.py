@@ -1,4 +1,4 @@
-"""An LSTM language model with dropout in all its places, whose rates are hyperparameters: the paper's section 5.5."""
+"""An LSTM language model with dropout everywhere, whose rates are hyperparameters: the paper's section 5.5."""
 
 import math
 from typing import Any
@@ -22,10 +22,10 @@ class Regulariser(nn.Module):
     """The dropout rates of a `LanguageModel`, and the weights of its activation penalties.
 
     Args:
-        units: of the model.
-        many: one rate for each unit and each hidden-to-hidden weight, and one for the words (1,691,951 with 650 units),
-            in place of one rate for each place and the two penalties (7).
-        initial: of the rates.
+        units: units of the model's layers.
+        many: whether to have a rate for each unit and each hidden-to-hidden weight, and one for the words (1,691,951
+            rates with 650 units), instead of a rate for each place and the two penalties (7 hyperparameters).
+        initial: initial value of all rates.
     """
 
     def __init__(self, units: int, many: bool = False, initial: float = 0.5) -> None:
@@ -35,18 +35,18 @@ class Regulariser(nn.Module):
             {name: ConcreteDropout(shape, initial, shared=(0,)) for name in ("input", "hidden", "output")}
         )
         self.words = ConcreteDropout((), initial, shared=(1,))
-        # One layer's, and the same for each.
+        # All layers share these rates.
         self.recurrent = DropConnect((4 * units, units) if many else (), initial)
         penalties = {name: torch.tensor(0.0) for name in ("activation", "temporal")}
         self.log_penalties = None if many else nn.ParameterDict(penalties)
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Where to search the penalties; the rates declare their own."""
+        """Search ranges of the penalties; the rates declare their own."""
         names = [] if self.log_penalties is None else list(self.log_penalties)
         return {f"log_penalties.{name}": (-5.0, 1.0) for name in names}
 
     def penalty(self, dropped: Tensor, outputs: Tensor) -> Tensor:
-        """α mean(dropped²) + β mean((h_{t+1} − h_t)²), of the last layer's outputs after and before dropout."""
+        """α mean(dropped²) + β mean((h_{t+1} − h_t)²), for the last layer's outputs after and before dropout."""
         if self.log_penalties is None:
             return dropped.new_zeros(())
         change = outputs[1:] - outputs[:-1]
@@ -57,10 +57,10 @@ class Regulariser(nn.Module):
 
 
 class Layer(nn.Module):
-    """One LSTM layer in plain operations, which have second derivatives everywhere.
+    """An LSTM layer made of plain operations, all of which have second derivatives.
 
-    The inputs of all time steps meet their weights in one product; each step is one more, and three pointwise
-    operations. The four gates are in the order input, forget, output, candidate.
+    One product handles the inputs of all time steps; each step adds one product and a few pointwise operations. The
+    order of the gates is input, forget, output, candidate.
     """
 
     def __init__(self, inputs: int, units: int) -> None:
@@ -72,11 +72,11 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor, state: Pair, weight_hh: Tensor) -> tuple[Tensor, Pair]:
-        """Outputs [T, B, units] and the last state, from inputs [T, B, inputs] and the state before."""
+        """Outputs [T, B, units] and the last state, from inputs [T, B, inputs] and the first state."""
         h, c = state
-        outputs, turned = [], weight_hh.t()
+        outputs, transposed = [], weight_hh.t()
         for z in F.linear(x, self.weight_ih, self.bias_ih + self.bias_hh).unbind(0):
-            gates, candidate = torch.split(torch.addmm(z, h, turned), [3 * h.shape[1], h.shape[1]], dim=1)
+            gates, candidate = torch.split(torch.addmm(z, h, transposed), [3 * h.shape[1], h.shape[1]], dim=1)
             i, f, o = gates.sigmoid().chunk(3, dim=1)
             c = f * c + i * candidate.tanh()
             h = o * c.tanh()
@@ -85,17 +85,17 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Words to logits of the words that follow: embeddings, LSTM layers, and the embeddings again as the decoder.
+    """A map from words to logits of the following words: embeddings, LSTM layers, and the embeddings as decoder.
 
-    13,280,400 weights with 10,000 words, 650 units and two layers. In training mode the hidden state is
-    carried from batch to batch, in a buffer; in eval mode each batch starts from zeros, or from a state that is given.
+    It has 13,280,400 weights with 10,000 words, 650 units and two layers. In training mode a buffer carries the hidden
+    state from batch to batch. In eval mode each batch starts from zeros, or from a given state.
 
     Args:
-        words: of the vocabulary.
-        units: of each layer, and of the embeddings.
+        words: size of the vocabulary.
+        units: units of each layer, and size of the embeddings.
         batch: sequences in a training batch, whose state is carried; batches of any other size start from zeros.
-        layers: how many.
-        rates: None makes a `Regulariser` with one rate for each place.
+        layers: number of layers.
+        rates: dropout and penalties; None means a `Regulariser` with one rate for each place.
 
     Reference: Merity, Keskar and Socher (2018); tied embeddings, Press and Wolf (2017).
     """
@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
     def forward(self, words: Tensor, state: State | None = None) -> tuple[Tensor, State, Tensor, Tensor]:
         """Logits [T, B, words], the last state, and the last layer's outputs after and before dropout.
 
-        Without a state to start from, words [T, B] follow what was carried, or zeros.
+        Without a ``state``, the words [T, B] start from the carried state or from zeros.
         """
         carries = self.training and self.carried.shape[2] == words.shape[1]
         if state is None:
@@ -136,20 +136,20 @@ class LanguageModel(nn.Module):
 
 
 def train_loss(model: LanguageModel, rates: Regulariser, batch: Batch) -> Tensor:
-    """Cross-entropy of the following words, and the activation penalties."""
+    """Cross-entropy of the following words plus the activation penalties."""
     logits, _, dropped, outputs = model(batch[0])
     fit = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
     return fit + rates.penalty(dropped, outputs)
 
 
 def val_loss(model: LanguageModel, rates: Any, batch: Batch) -> Tensor:
-    """Cross-entropy."""
+    """Cross-entropy of the following words."""
     return F.cross_entropy(model(batch[0])[0].flatten(0, 1), batch[1].flatten())
 
 
 @torch.no_grad()
 def perplexity(model: LanguageModel, batches: list[Batch]) -> float:
-    """Exp of the mean cross-entropy over a stream's batches in order, with the state carried from one to the next."""
+    """Exp of the mean cross-entropy over the batches of a stream, with the state carried from each to the next."""
     was, state, total, count = model.training, None, 0.0, 0
     model.eval()
     for words, following in batches:
@@ -161,7 +161,10 @@ def perplexity(model: LanguageModel, batches: list[Batch]) -> float:
 
 
 class Falling:
-    """A quarter of the learning rate where validation is worse than the best of all but the last five measurements."""
+    """A callback that divides the learning rate by four when validation stops improving.
+
+    It does so when the perplexity is worse than the best of all but the last five measurements.
+    """
 
     def __init__(self) -> None:
         self._seen: list[float] = []
@@ -178,9 +181,9 @@ class Falling:
         self._seen.append(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements since the rate fell."""
+        """The measurements since the last change of the rate."""
         return {"seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict`."""
+        """Restore a `state_dict`."""
         self._seen = list(state["seen"])

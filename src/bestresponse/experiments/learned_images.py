@@ -1,4 +1,4 @@
-"""What changes and weighs training images, the losses that it is tuned for, and pictures of its changes."""
+"""Modules that change and weight training images, their losses, and pictures of the changes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,47 +9,47 @@ from matplotlib.axes import Axes
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .classification import Batch
+from .classification import Batch, squared_norm
 
 _SHOWN, _SAMPLES = 8, 64
 
 
 class Learned(nn.Module):
-    """What is tuned: a network that changes images, one that weighs them, or both."""
+    """The tuned networks: one that changes images, one that weights them, or both."""
 
     def __init__(self, augmenter: nn.Module | None, weights: nn.Module | None) -> None:
         super().__init__()
         self.augmenter, self.weights = augmenter, weights
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The images [N, C, H, W], changed, and their weights [N]."""
+        """The changed images [N, C, H, W] and their weights [N]."""
         changed = x if self.augmenter is None else self.augmenter(x)
         return changed, x.new_ones(len(x)) if self.weights is None else self.weights(x)
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses, with those of training in two parts, as `GaussNewton` wants them."""
+    """The training loss, in the parts that `GaussNewton` needs."""
 
-    decay: float  # of the weights
-    beside: bool  # whether the images as they are go beside the changed ones
+    decay: float  # the weight decay of the model
+    beside: bool  # whether to train on the original images too
 
     def predict(self, model: nn.Module, hyper: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [N, classes] and the weights of the examples [N]; twice as many with the images beside."""
+        """Logits [N, classes] and the weights of the examples [N]; 2 N of both with the original images."""
         x, weights = hyper(batch[0])
         if self.beside:
             x, weights = torch.cat([x, batch[0]]), weights.repeat(2)
         return model(x), weights
 
     def output_loss(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-        """The weighted mean of their cross-entropies."""
+        """The weighted mean cross-entropy."""
         logits, weights = outputs
         losses = F.cross_entropy(logits, batch[1].repeat(len(logits) // len(batch[1])), reduction="none")
         return (weights * losses).mean()
 
     def rest(self, model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
         """½ decay ‖w‖²."""
-        return 0.5 * self.decay * torch.stack([w.square().sum() for w in model.parameters()]).sum()
+        return 0.5 * self.decay * squared_norm(model)
 
     def train(self, model: nn.Module, hyper: nn.Module, batch: Batch) -> Tensor:
         """The training loss."""
@@ -57,7 +57,7 @@ class Losses:
 
 
 def scores(channels: int) -> nn.Module:
-    """A small network from images to scores, which begin equal."""
+    """A small network from images to scores, which are equal at first."""
     last = nn.Linear(16, 1)
     nn.init.zeros_(last.weight)
     return nn.Sequential(
@@ -68,7 +68,7 @@ def scores(channels: int) -> nn.Module:
 
 @torch.no_grad()
 def changes(learned: nn.Module, x: Tensor, path: Path) -> dict[str, float]:
-    """How far the first images are moved, and how far apart two draws are; the images of the figure are saved."""
+    """The root mean square change of the first images, and the noise between draws; saves images for the figure."""
     x = x[:_SHOWN]
     samples = torch.stack([learned(x)[0] for _ in range(_SAMPLES)])
     deviation = samples.std(dim=0)
@@ -79,7 +79,7 @@ def changes(learned: nn.Module, x: Tensor, path: Path) -> dict[str, float]:
 
 
 def show(axes: Axes, path: Path, title: str) -> None:
-    """Rows of images as one picture, a line each for the originals, two samples and the deviation."""
+    """Show one picture with a line each of originals, two samples and deviations."""
     parts = load_file(path)
     x, deviation = parts["original"], parts["deviation"]
     low, high, largest = x.min(), x.max(), float(deviation.max())

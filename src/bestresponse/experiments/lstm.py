@@ -1,4 +1,4 @@
-"""Dropout rates of an LSTM, tuned by every rival at equal cost; and validation text learnt by heart: section 5.5."""
+"""Dropout rates of an LSTM, tuned by seven methods at equal cost; and an overfitted validation text: section 5.5."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import bestresponse as br
@@ -29,17 +28,17 @@ RowName = Literal[
 ]
 _COLOURS = plots.colours(get_args(RowName))
 _SAMPLERS = {"grid search": "grid", "random search": "random", "Bayesian optimisation": "tpe"}
-# Bayesian optimisation begins with random trials, which should be others than those of random search.
-_APART = {"random": 0, "tpe": 1_000_000}
+# Bayesian optimisation starts with random trials, which should differ from those of random search.
+_SEED_OFFSETS = {"random": 0, "tpe": 1_000_000}
 
 
 class LSTM(Repeated):
     """Tune the dropout rates of an LSTM language model in seven ways at equal cost, or overfit its validation text.
 
-    A budget of training gradients is the same for all: a hyper-step counts as --hyper-cost of them, a step of the
-    self-tuning network as --response-cost, and a search divides its budget by its trials. The same command again goes
-    on where it was stopped, and ends with the same numbers. With --overfit there is one run instead: a weight decay for
-    each weight, tuned on ten sequences, with ten others to train on.
+    All rows have the same budget of training gradients: a hyper-step costs --hyper-cost of them, a step of the
+    self-tuning network --response-cost, and a search divides its budget among its trials. If a run is stopped, the same
+    command continues it and ends with the same numbers. With --overfit there is one run instead: it trains on ten
+    sequences, and tunes a weight decay for each weight on ten others.
     """
 
     name = "lstm"
@@ -53,47 +52,46 @@ class LSTM(Repeated):
     by, of = ("row", "hyperparameters"), ("validation perplexity", "test perplexity", "seconds")
 
     data: Literal["python", "ptb"] = "python"
-    """The text: the help that comes with Python, or the Penn TreeBank from --data-dir."""
-    words: Number = 500  # Of the vocabulary, the most frequent ones; 0 takes all.
+    """The text: the help texts of Python, or the Penn TreeBank from --data-dir."""
+    words: Number = 500  # The size of the vocabulary, which has the most frequent words; 0 takes all.
     train_words: Number = 20_000
-    """Of the training text, and an eighth for validation and test each; 0 takes all."""
-    units: Count = 32  # Of each of the two layers, and of the embeddings.
-    batch: Count = 20  # Sequences side by side.
-    length: Count = 20  # Words of a sequence.
-    budget: Count = 600  # In training gradients, for each row.
+    """Words of training text; validation and test each get an eighth as many. 0 takes all."""
+    units: Count = 32  # Units of each of the two layers, and size of the embeddings.
+    batch: Count = 20  # Parallel sequences in a batch.
+    length: Count = 20  # Words in a sequence.
+    budget: Count = 600  # The budget of each row, in training gradients.
     rows: tuple[RowName, ...] = get_args(RowName)  # The rows of the table.
     weight_steps: Count = 10  # Weight steps before each hyper-step.
     weight_rate: Positive = 20.0
-    """SGD's learning rate, which falls by four where validation stops to improve."""
+    """SGD's learning rate; it is divided by four when validation stops improving."""
     clip: Positive = 0.25  # The largest norm of a gradient.
     hyper_rate: Positive = 0.05
-    """Adam's learning rate for logits of the rates and logarithms of the penalties."""
+    """Adam's learning rate for the logits of the rates and the logarithms of the penalties."""
     terms: Number = 0  # Neumann terms of the hypergradient; 0 is the identity (T1 − T2).
-    initial_rate: float = 0.5  # Of dropout, everywhere.
-    trials: Count = 16  # Of a search. The budget is shared by them and by a training under the best values.
-    hyper_cost: Positive = 4.0  # Training gradients that a hyper-step takes as long as.
-    response_cost: Positive = 1.4
-    """Training gradients that a step of the self-tuning network takes as long as."""
+    initial_rate: float = 0.5  # The initial value of all dropout rates.
+    trials: Count = 16  # Trials of a search; they and a final training share the budget equally.
+    hyper_cost: Positive = 4.0  # The cost of a hyper-step, in training gradients.
+    response_cost: Positive = 1.4  # The cost of a step of the self-tuning network, in training gradients.
     save_every: Count = 20  # Hyper-steps between two saved states.
     overfit: bool = False
-    """Whether to overfit the validation text instead: --budget weight steps, --weight-steps of them before each
-    hyper-step, on ten sequences of --length words for training and ten for validation. --units, --seed and
-    --save-every count as well; the other options do not."""
+    """Overfit the validation text instead, on ten training and ten validation sequences of --length words, with
+    --budget weight steps and --weight-steps of them before each hyper-step. Of the other options, only --units, --seed
+    and --save-every apply."""
 
     @property
     def kind(self) -> str:
-        """What is run, for the folder's name."""
+        """The kind of run, for the name of the folder."""
         return "overfit" if self.overfit else "rates"
 
-    def works(self, device: torch.device, folder: Path) -> Sequence[Cell]:
+    def tasks(self, device: torch.device, folder: Path) -> Sequence[Cell]:
         corpus = text.load(self.data, self.data_dir, self.words, self.train_words, device)
         make = partial(self._overfit if self.overfit else self._row, corpus)
         cells = []
         for seed in self.all_seeds():
             for name in ["overfit"] if self.overfit else self.rows:
-                aside = [] if name in _SAMPLERS else ["trials"]
-                aside += [] if name == "self-tuning network" else ["response_cost"]
-                cells.append(Cell(self, name, seed, folder, make, aside))
+                no_effect = [] if name in _SAMPLERS else ["trials"]
+                no_effect += [] if name == "self-tuning network" else ["response_cost"]
+                cells.append(Cell(self, name, seed, folder, make, no_effect))
         return cells
 
     def _problem(self, corpus: Corpus, seed: int, many: bool = False) -> br.Problem:
@@ -103,7 +101,7 @@ class LSTM(Repeated):
         return br.Problem(model, model.rates, language.train_loss, language.val_loss)
 
     def _row(self, corpus: Corpus, cell: Cell) -> Row:
-        """Weights and rates together, or a search."""
+        """Run one row: weights and rates together, or a search."""
         if cell.name in _SAMPLERS:
             return self._search(corpus, cell, _SAMPLERS[cell.name])
         problem = self._problem(corpus, cell.seed, many=cell.name == "many rates")
@@ -127,13 +125,13 @@ class LSTM(Repeated):
         hyper_rate: float,
         network: br.hypernetworks.SelfTuning | None = None,
     ) -> Row:
-        """Train for so many weight steps; the row of the best validation perplexity."""
+        """Train for ``steps`` weight steps; return the row with the best validation perplexity."""
         streams = (corpus.train, corpus.val, corpus.test)
         train, val, test = (text.sequences(stream, self.batch, self.length) for stream in streams)
-        given = problem if network is None else network.source
-        model, frozen = given.model, hyper_rate == 0.0
+        source = problem if network is None else network.source
+        model, frozen = source.model, hyper_rate == 0.0
         assert isinstance(model, LanguageModel)
-        # Without tuning a hyper-step, which moves nothing, comes once an epoch.
+        # Without tuning, a hyper-step changes nothing and comes once per epoch.
         weight_steps = max(1, steps // max(1, round(steps / len(train)))) if frozen else self.weight_steps
 
         def measure(*_: Any) -> dict[str, float]:
@@ -155,7 +153,7 @@ class LSTM(Repeated):
         cell.fit(tuner, train, val, max(1, steps // weight_steps), 1 if frozen else self.save_every)
         rows = [row for row in tuner.history if "val_perplexity" in row]
         best = min(rows, key=lambda row: row["val_perplexity"])
-        tuned = sum(p.numel() for p in given.hyperparameters.values())
+        tuned = sum(p.numel() for p in source.hyperparameters.values())
         return {
             "hyperparameters": 0 if frozen else tuned,
             "validation perplexity": best["val_perplexity"],
@@ -164,7 +162,7 @@ class LSTM(Repeated):
         }
 
     def _search(self, corpus: Corpus, cell: Cell, sampler: str) -> Row:
-        """Trials that share the budget, and a training under the values of the best one."""
+        """Run trials that share the budget, and a final training under the best values."""
         steps = max(1, self.budget // (self.trials + 1))
         make = partial(self._problem, corpus, cell.seed)
 
@@ -175,17 +173,14 @@ class LSTM(Repeated):
         def objective(problem: br.Problem) -> float:
             return math.log(float(trained(problem)["validation perplexity"]))
 
-        more: dict[str, Any] = {
-            "sampler": sampler,
-            "trials": self.trials,
-            "storage": cell.folder / "search.db",
-        }
-        if sampler == "grid":  # seven hyperparameters would take 128 trials
+        storage = cell.folder / "search.db"
+        more: dict[str, Any] = {"sampler": sampler, "trials": self.trials, "storage": storage}
+        if sampler == "grid":  # a grid over seven hyperparameters would take at least 128 trials
             space = {"logit": (-4.0, 1.0), "log_penalty": (-5.0, 1.0)}
             found = br.search(lambda x: objective(_with_one_rate(make(), x)), space, seed=cell.seed, **more)
             problem = _with_one_rate(make(), found.values)
         else:
-            found = br.search(objective, problem=make, seed=cell.seed + _APART[sampler], **more)
+            found = br.search(objective, problem=make, seed=cell.seed + _SEED_OFFSETS[sampler], **more)
             problem = make()
             found.write_(problem)
         row = trained(problem)
@@ -193,7 +188,7 @@ class LSTM(Repeated):
         return {**row, "hyperparameters": len(found.values), "seconds": seconds}
 
     def _overfit(self, corpus: Corpus, cell: Cell) -> Row:
-        """A weight decay for each weight, without dropout, on ten sequences each."""
+        """Tune a weight decay for each weight, without dropout, on ten sequences for training and for validation."""
         problem = self._problem(corpus, cell.seed)
         model = problem.model.eval()
         assert isinstance(model, LanguageModel)
@@ -203,18 +198,13 @@ class LSTM(Repeated):
         size = 10 * (self.length + 1)
         train, val = (text.sequences(s[:size], 10, self.length)[0] for s in (corpus.train, corpus.val))
 
-        def train_loss(model: LanguageModel, decay: nn.Module, batch: language.Batch) -> Tensor:
-            penalty: Tensor = decay(model)
-            return language.val_loss(model, decay, batch) + penalty
-
-        problem = br.Problem(model, decay, train_loss, language.val_loss)
-        curvature = br.GaussNewton(
-            lambda m, _, b: m(b[0])[0], br.losses.CrossEntropy(lambda batch: batch[1]), decay
-        )
+        val_loss, output_loss = language.val_loss, br.losses.CrossEntropy(lambda batch: batch[1])
+        problem = br.Problem(model, decay, lambda m, d, b: d(m) + val_loss(m, d, b), val_loss)
+        curvature = br.GaussNewton(lambda m, _, b: m(b[0])[0], output_loss, decay)
         weight_optimizer = torch.optim.Adam(problem.weights.values(), 3e-3)
         hyper_optimizer = torch.optim.RMSprop(decay.parameters(), 0.05)
         steps = self.budget // self.weight_steps
-        # At constant rates both losses jump to the end.
+        # With constant learning rates, both losses would keep jumping until the end.
         tuner = br.Tuner(
             problem,
             weight_optimizer,
@@ -227,13 +217,14 @@ class LSTM(Repeated):
             seed=cell.seed,
         )
         cell.fit(tuner, [train], [val], steps, self.save_every)
-        learnt, test = language.perplexity(model, [val]), text.sequences(corpus.test, self.batch, self.length)
+        perplexity = partial(language.perplexity, model)
+        test = text.sequences(corpus.test, self.batch, self.length)
         return {
             "hyperparameters": sum(p.numel() for p in decay.parameters()),
-            "training loss": math.log(language.perplexity(model, [train])),
-            "validation loss": math.log(learnt),
-            "validation perplexity": learnt,
-            "test perplexity": language.perplexity(model, test),
+            "training loss": math.log(perplexity([train])),
+            "validation loss": math.log(perplexity([val])),
+            "validation perplexity": perplexity([val]),
+            "test perplexity": perplexity(test),
             "seconds": tuner.history[-1]["seconds"],
         }
 
@@ -248,25 +239,15 @@ class LSTM(Repeated):
         """Validation and test perplexity against time; or both losses of the overfitting run."""
         first = {row["row"]: row for row in rows if row["seed"] == self.seed}
         history = {name: runs.read_rows(folder / row["folder"]) for name, row in first.items()}
-        size = (6.0, 3.8) if self.overfit else (9.0, 3.8)
-        with plots.panels(folder / self.figures[0], 1, 1 if self.overfit else 2, size, sharey=True) as (
-            axes,
-        ):
+        if self.overfit:
+            _draw_losses(folder / self.figures[0], history["overfit"])
+            return
+        with plots.panels(folder / self.figures[0], 1, 2, (9.0, 3.8), sharey=True) as (axes,):
             axes[0].set_yscale("log")
-            if self.overfit:
-                for key, label, colour in (
-                    ("train_loss", "training, with the decay", plots.GREY),
-                    ("val_loss", "validation", plots.BLUE),
-                ):
-                    line = [row | {key: max(row[key], 1e-4)} for row in history["overfit"]]
-                    plots.curve(axes[0], line, "hyper_step", key, color=colour, label=label, linewidth=1.5)
-                axes[0].legend(frameon=False)
-                plots.style(axes[0], "hyper-steps", "loss", "a weight decay for each weight of an LSTM")
-                return
             for panel, key, title in zip(axes, ("val", "test"), ("validation", "test"), strict=True):
                 for name, row in first.items():
                     look = {"color": _COLOURS[name], "label": name, "linewidth": 1.6}
-                    if name in _SAMPLERS:  # whose file has one trial after the other, each from its beginning
+                    if name in _SAMPLERS:  # the history has several trials, so only the result is shown
                         panel.plot([row["seconds"]], [row[f"{title} perplexity"]], "o", **look)
                     else:
                         plots.curve(panel, history[name], "seconds", f"{key}_perplexity", **look)
@@ -274,9 +255,20 @@ class LSTM(Repeated):
             plots.legend_below(axes[0], 4)
 
 
+def _draw_losses(path: Path, history: list[Row]) -> None:
+    lines = ("train_loss", "training, with the decay", plots.GREY), ("val_loss", "validation", plots.BLUE)
+    with plots.panels(path) as ((axes,),):
+        axes.set_yscale("log")
+        for key, label, colour in lines:
+            line = [row | {key: max(row[key], 1e-4)} for row in history]
+            plots.curve(axes, line, "hyper_step", key, color=colour, label=label, linewidth=1.5)
+        axes.legend()
+        plots.style(axes, "hyper-steps", "loss", "a weight decay for each weight of an LSTM")
+
+
 @torch.no_grad()
 def _with_one_rate(problem: br.Problem, values: Mapping[str, float]) -> br.Problem:
-    """The problem with one logit for all rates, and one logarithm for both penalties."""
+    """The problem with the same logit for all rates, and the same logarithm for both penalties."""
     for name, p in problem.hyperparameters.items():
         p.fill_(values["log_penalty" if name.startswith("log_penalties") else "logit"])
     return problem

@@ -1,4 +1,4 @@
-"""The paper's tables 1 and 2 as measurements: how right each method is, and what it costs."""
+"""The paper's tables 1 and 2 as measurements: the error and the cost of each method."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +16,13 @@ import bestresponse as br
 from .. import _layout, _tree
 from ..diagnostics import measuring
 from . import orders, plots, runs, small_problems
-from .experiment import Count, LogDecay, Range, Repeated, Row, Works, require
+from .experiment import Count, LogDecay, Range, Repeated, Row, Tasks, require
 from .small_problems import Case
 
 _LONG = 1.0  # seconds
-_ROUNDING = 1e-7  # a direction nearer than this is drawn here
+_ROUNDING = 1e-7  # the figure's smallest 1 − cosine
 _LABELS = {
-    "away": "1 − cosine (1e-7 at least)",
+    "away": "1 − cosine (at least 1e-7)",
     "time": "time, training gradients",
     "memory": "memory, training gradients",
 }
@@ -42,27 +42,32 @@ _SEARCHES = {"random search": "random", "Bayesian optimisation": "tpe"}
 
 @dataclass(frozen=True)
 class Contender:
-    """A method by the paper's name, and by what it has in common with others in the figure."""
+    """A method with its name in the paper.
+
+    Attributes:
+        family: its group in the figure.
+        at_optimum: whether the weights are at the optimum; otherwise they are the initial ones.
+        brief: the same with fewer steps, if memory does not depend on them, to measure memory.
+        calls: number of earlier calls at the same weights, for methods with a memory.
+    """
 
     paper: str
     family: str
     method: br.Method
-    at_optimum: bool = True  # where the weights are; else at the start
-    brief: br.Method | None = (
-        None  # the same with fewer steps, for memory, where that does not depend on them
-    )
-    calls: int = 0  # earlier calls at the same place, for methods that remember
+    at_optimum: bool = True
+    brief: br.Method | None = None
+    calls: int = 0
 
 
 class Methods(Repeated):
-    """Measure the paper's tables 1 and 2: each method's error and cost, and how memory grows.
+    """Measure the paper's tables 1 and 2: the error and cost of each method, and how memory grows.
 
-    Two problems are small enough for the exact hypergradient: a linear model on a regression set and softmax
-    regression on scikit-learn's digits, with a decay for each weight. Those through the steps begin at the initial
-    weights, all others at the optimum w*(λ), from where the learned responses are trained. Searches try values
-    around λ, and the direction from it to the best one stands for their hypergradient. Time and memory are in units
-    of a training gradient. The second table has the slopes of log memory against the logarithms of steps, weights and
-    hyperparameters: 1 where memory is proportional.
+    Two problems are small enough for the exact hypergradient: a linear model on a regression set, and softmax
+    regression on scikit-learn's digits, each with a decay for each weight. Methods that differentiate training steps
+    start from the initial weights, all others from the optimum w*(λ), where learned responses are trained too. Searches
+    try values around λ; the direction from λ to the best value counts as their hypergradient. Time and memory are in
+    units of a training gradient. The second table has the slopes of log memory against the logarithms of the numbers of
+    steps, weights and hyperparameters: 1 means proportional.
     """
 
     name = "methods"
@@ -77,28 +82,29 @@ class Methods(Repeated):
     data: Literal["diabetes", "boston"] = "diabetes"
     """The regression set. diabetes comes with scikit-learn; boston is read from --data-dir."""
     classes: Annotated[int, Range(2, 10)] = 3
-    """Of the digits, from 0 on; 60 examples of each, half of them for validation."""
-    steps: Count = 50  # Steps that are unrolled, in all of these methods.
-    last: Count = 10  # Of them, those that truncated unrolling differentiates.
-    terms: tuple[Count, ...] = (1, 5, 20)  # Neumann terms and conjugate-gradient steps.
-    training: Count = 500  # Steps in which hypernetworks are trained, by Adam.
-    trials: Count = 20  # Of a search.
-    log_decay: LogDecay = -3.0  # λ: the natural logarithm of each decay.
-    sizes: Annotated[int, Range(2, 10)] = 3  # Of the memory's growth: each size is twice the one before.
-    repeats: Count = 3  # Times that each method is timed; the median counts.
+    """The number of digits, from 0 on; 60 examples of each, half of them for validation."""
+    steps: Count = 50  # Steps of all methods that differentiate training steps.
+    last: Count = 10  # The last steps, which truncated unrolling differentiates.
+    terms: tuple[Count, ...] = (1, 5, 20)  # The numbers of Neumann terms and conjugate-gradient steps.
+    training: Count = 500  # Adam's steps for training a hypernetwork.
+    trials: Count = 20  # Trials of a search.
+    log_decay: LogDecay = -3.0  # λ, the natural logarithm of each decay.
+    sizes: Annotated[int, Range(2, 10)] = 3
+    """The number of sizes at which memory is measured, each twice the one before."""
+    repeats: Count = 3  # The number of timings of each method, of which the median is taken.
 
     def check(self) -> None:
         super().check()
-        require(self.device == "cpu", f"--device must be cpu, where memory is counted; got {self.device}.")
+        require(self.device == "cpu", f"--device must be cpu, to measure memory; got {self.device}.")
         require(self.last <= self.steps, f"--last must be at most --steps; got {self.last}.")
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         make = partial(small_problems.cases, self.data, self.data_dir, self.classes, self.log_decay)
         measured = [partial(self._rows, case) for seed in self.all_seeds() for case in make(seed)]
         return [*measured, partial(orders.rows, self.sizes)]
 
     def _contenders(self, case: Case, rate: float) -> Iterator[Contender]:
-        """Every method that needs no training of its own; ``rate`` is the step size of all that make steps."""
+        """All methods that need no training; ``rate`` is the step size of those that make steps."""
         solvers: dict[str, br.Solver] = {f"Neumann, {n}": br.Neumann(n, rate) for n in self.terms}
         solvers |= {f"conjugate gradient, {n}": br.ConjugateGradient(n, tolerance=0.0) for n in self.terms}
         fisher = br.EmpiricalFisher(case.losses.example_losses, case.problem.hyper)
@@ -121,7 +127,7 @@ class Methods(Repeated):
     def _rows(self, case: Case) -> Iterator[Row]:
         """A row for each method."""
         problem = case.problem
-        optimizer = case.begun_adam(self.steps)  # for the method that looks at its state
+        optimizer = case.adam_after(self.steps)  # SAMA reads its state
         rate = 1.0 / max(case.largest_curvature(weights) for weights in (case.initial, case.optimum))
         row = partial(_row, case)
         for one in self._contenders(case, rate):
@@ -136,12 +142,9 @@ class Methods(Repeated):
 
             for _ in range(one.calls):
                 work()
-            measured = (
-                work(),
-                self._seconds(work),
-                measuring.peak_bytes(partial(work, one.brief or one.method)),
-            )
-            # The step size is another for each seed.
+            memory = partial(work, one.brief or one.method)
+            measured = work(), self._seconds(work), measuring.peak_bytes(memory)
+            # The step size differs between seeds.
             here = short(one.method).replace(f"={rate:.3g}", "=α")
             yield row(one.paper, one.family, *measured, here=here, trained=0)
         for paper, make in _HYPERNETWORKS.items():
@@ -159,7 +162,7 @@ class Methods(Repeated):
     def _learned(
         self, case: Case, make: Callable[[br.Problem], br.hypernetworks.Hypernetwork]
     ) -> tuple[Tensor, float, int]:
-        """The hypergradient of a hypernetwork trained around λ, a mean where it is random; its seconds and memory."""
+        """Hypergradient of a hypernetwork trained around λ (a mean if it is random), seconds, and memory."""
         network = make(case.problem)
         inside = network.problem
         weights = list(inside.weights.values())
@@ -182,7 +185,7 @@ class Methods(Repeated):
         return found, self._seconds(work), measuring.peak_bytes(work)
 
     def _searched(self, case: Case, sampler: str) -> tuple[Tensor, float]:
-        """The negative of the direction from λ to the best of the values tried around it; and the seconds."""
+        """The direction from the best of the values tried around λ to λ, and the seconds."""
         hyperparameters = case.problem.hyperparameters
         middle = _tree.flatten(_tree.detached(hyperparameters))
 
@@ -202,14 +205,13 @@ class Methods(Repeated):
         return middle - vector(best), time.perf_counter() - began
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """The median of several times; what takes long is timed once."""
+        """The median of several timings, or a single one if it takes long."""
         began = time.perf_counter()
         work()
         once = time.perf_counter() - began
         return once if once > _LONG else measuring.seconds({"": work}, self.repeats)[""]
 
     def table(self, rows: list[Row]) -> list[Row]:
-        """Means and deviations over seeds."""
         table = super().table([row for row in rows if row["table"] == 1])
         return [{k: x for k, x in row.items() if k not in ("time ±", "memory ±")} for row in table]
 
@@ -222,12 +224,12 @@ class Methods(Repeated):
         return {"orders": orders.slopes([row for row in rows if row["table"] == 2]), "here": here}
 
     def note(self, rows: list[Row]) -> str:
-        units = "time and memory are in training gradients; trained: steps that were needed beforehand"
-        growth = "the growth of memory: slopes of its logarithm"
+        units = "time and memory: in training gradients; trained: training steps beforehand"
+        growth = "growth of memory: slopes of log memory against the logarithm of each size"
         return "\n\n".join([_layout.fold(units), growth, _layout.table(self.more(rows)["orders"])])
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Error against time for each problem, and the growth of memory: from the rows alone."""
+        """Error, time and memory of each method, and the growth of memory."""
         _draw_errors(folder / self.figures[0], [row for row in rows if row["table"] == 1])
         if grown := [row for row in rows if row["table"] == 2]:
             orders.draw(folder / self.figures[1], grown)
@@ -248,7 +250,7 @@ def _row(
 
 
 def _draw_errors(path: Path, rows: list[Row]) -> None:
-    """A line for each method: how far its direction is from the exact one, its time and its memory."""
+    """A line for each method: the error of its direction, its time, and its memory."""
     rows = [row | {"away": max(1.0 - row["cosine"], _ROUNDING)} for row in rows]
     table = runs.mean_and_deviation(rows, ["problem", "method", "family"], list(_LABELS))
     problems, names = (list(dict.fromkeys(row[key] for row in table)) for key in ("problem", "method"))
@@ -269,7 +271,7 @@ def _draw_errors(path: Path, rows: list[Row]) -> None:
 
 
 def short(value: Any) -> str:
-    """A method as it would be written, without what is so by default."""
+    """A method as a user would write it, without default arguments."""
     if not is_dataclass(value) or isinstance(value, type):
         if isinstance(value, nn.Module):
             return type(value).__name__

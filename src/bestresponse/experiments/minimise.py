@@ -1,4 +1,4 @@
-"""Training until the gradient is small, by L-BFGS."""
+"""Minimisation by L-BFGS until the gradient is small."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def minimise(loss: Callable[[], Tensor], weights: Iterable[Tensor], steps: int, **more: Any) -> float:
-    """Move the weights to a minimum of the loss, in so many L-BFGS iterations at most; the gradient's norm there."""
+    """Move the weights to a minimum of the loss, in at most ``steps`` L-BFGS iterations; return the gradient's norm."""
     weights = list(weights)
     optimizer = torch.optim.LBFGS(weights, max_iter=steps, line_search_fn="strong_wolfe", **more)
 
@@ -23,6 +23,6 @@ def minimise(loss: Callable[[], Tensor], weights: Iterable[Tensor], steps: int, 
 
 
 def flat_gradient(value: Tensor, at: Iterable[Tensor], **more: Any) -> Tensor:
-    """The gradient of a scalar as one vector, zero where it does not depend on a tensor."""
+    """The gradient of a scalar as one vector, with zeros for tensors that it does not depend on."""
     parts = torch.autograd.grad(value, list(at), allow_unused=True, materialize_grads=True, **more)
     return torch.cat([part.flatten() for part in parts])

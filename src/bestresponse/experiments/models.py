@@ -1,4 +1,4 @@
-"""The networks of the paper's experiments with images, from 8×8 to 32×32."""
+"""The networks of the paper's experiments, for images from 8×8 to 32×32."""
 
 import math
 from collections.abc import Callable
@@ -12,10 +12,10 @@ Shape = tuple[int, int, int]
 
 
 def make(name: str, shape: Shape, classes: int) -> nn.Module:
-    """A network by name, for images of (channels, height, width); the paper's convolutional ones need 28×28."""
+    """A network by name, for images of shape (channels, height, width); the paper's convolutional ones need 28×28."""
     if name in ("lenet", "alexnet", "resnet44") and shape[1] < 28:
         raise ArgumentError(
-            f"{name} needs images of 28×28 at least; got {shape[1]}×{shape[2]}. Use --data mnist or cifar10, "
+            f"{name} needs images of at least 28×28; got {shape[1]}×{shape[2]}. Use --data mnist or cifar10, "
             "or --model linear or mlp."
         )
     return _MODELS[name](shape, classes)
@@ -43,10 +43,10 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 
 
 def alexnet(shape: Shape, classes: int) -> nn.Module:
-    """AlexNet's channels and its 4096-wide classifier, 57 million weights, without dropout.
+    """AlexNet without dropout, with 57 million weights (Krizhevsky, Sutskever and Hinton, 2012).
 
-    The stem has stride 1 and the last pooling is left out, so that 28×28 and 32×32 images leave the
-    6×6 map that the classifier expects (Krizhevsky, Sutskever and Hinton, 2012).
+    The stem has stride 1 and the last pooling is left out, so that 28×28 and 32×32 images give the 6×6 map that the
+    classifier expects.
     """
     return nn.Sequential(
         *(nn.Conv2d(shape[0], 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
@@ -71,7 +71,7 @@ def resnet18(shape: Shape, classes: int) -> nn.Module:
 
 
 def resnet8(shape: Shape, classes: int) -> nn.Module:
-    """Three blocks of 8 to 32 channels: residual, and trained in seconds."""
+    """Three residual blocks with 8 to 32 channels, which train in seconds."""
     return _residual(shape, classes, (8, 16, 32), blocks=1)
 
 
@@ -89,9 +89,9 @@ def _residual(
 
 
 class _Block(nn.Module):
-    """Two 3×3 convolutions beside a shortcut.
+    """Two 3×3 convolutions with a shortcut.
 
-    Where the width changes, it has no parameters (option A of the paper) or is a 1×1 convolution (option B).
+    If the width changes, the shortcut has no parameters (the paper's option A) or is a 1×1 convolution (option B).
     """
 
     def __init__(self, channels: int, width: int, projection: bool) -> None:

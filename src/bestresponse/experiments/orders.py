@@ -1,4 +1,4 @@
-"""How memory grows with steps, weights and hyperparameters: the paper's table 2, measured."""
+"""The growth of memory with steps, weights and hyperparameters: the paper's table 2, measured."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ _RATE = 1e-3
 
 
 class Groups(nn.Module):
-    """A decay for each of H groups of weights: the weight with number i is in group i mod H."""
+    """A decay for each of H groups of weights; weight number i is in group i mod H."""
 
     index: Tensor
 
@@ -39,7 +39,7 @@ class Groups(nn.Module):
 
 
 def problem_of(weights: int, hyperparameters: int) -> br.Problem:
-    """Least squares on four examples, with as many weights and hyperparameters as wanted."""
+    """Least squares on four examples, with the given numbers of weights and hyperparameters."""
     torch.manual_seed(0)
     x, y = torch.randn(4, weights // _OUTPUTS) / math.sqrt(weights), torch.randn(4, _OUTPUTS)
     model = nn.Linear(weights // _OUTPUTS, _OUTPUTS, bias=False)
@@ -60,7 +60,7 @@ def _once(make: Callable[[int], br.Method]) -> Work:
 
 
 def _hypernetwork(make: Callable[[br.Problem], br.hypernetworks.Hypernetwork]) -> Work:
-    """The network itself, a step of its parameters and a hypergradient."""
+    """Make a hypernetwork, train it for a step, and take a hypergradient."""
 
     def work(problem: br.Problem, steps: int) -> None:
         network = make(problem)
@@ -75,7 +75,7 @@ def _hypernetwork(make: Callable[[br.Problem], br.hypernetworks.Hypernetwork]) -
     return work
 
 
-# The paper's name, what it says of the memory, and the work, in the order of the paper's table.
+# By the name in the paper: the order of memory that the paper states, and the work to measure.
 METHODS: dict[str, tuple[str, Work]] = {
     "unrolled": ("P I + H", _once(lambda n: br.Unrolled(n, _RATE))),
     "unrolled, a checkpoint every √I steps": (
@@ -97,7 +97,7 @@ _MIDDLE = {"steps I": 4, "weights P": 2**14, "hyperparameters H": 4}
 
 
 def rows(longest: int) -> Iterator[Row]:
-    """The peak memory of each method, in MiB, at sizes of which one grows and the two others stay."""
+    """The peak memory of each method in MiB, while one of the three sizes grows and the others are fixed."""
     for quantity in _MIDDLE:
         for power in range(longest):
             size = _MIDDLE | {quantity: _MIDDLE[quantity] * 2**power}
@@ -108,7 +108,7 @@ def rows(longest: int) -> Iterator[Row]:
 
 
 def slopes(measured: Sequence[Row]) -> list[Row]:
-    """D log memory / d log size over the larger half of the sizes: 1 where memory is proportional to it."""
+    """The slope of log memory against log size over the larger half of the sizes; 1 means proportional."""
     table = []
     for name, (order, _) in METHODS.items():
         row: Row = {"method": name, "the paper's order": order or "–"}
@@ -127,7 +127,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def draw(path: Path, measured: Sequence[Row]) -> None:
-    """Memory against steps, weights and hyperparameters."""
+    """Draw memory against steps, weights and hyperparameters."""
     with plots.panels(path, 1, 3, (10.2, 4.2), sharey=True) as ((*axes,),):
         for panel, quantity in zip(axes, _MIDDLE, strict=True):
             for number, name in enumerate(METHODS):

@@ -1,4 +1,4 @@
-"""The overfitting experiment for every network and data set: the paper's figure 5 and its appendix, as one panel."""
+"""The overfitting experiment for every network and data set: the paper's figure 5 and its appendix in one figure."""
 
 from dataclasses import fields
 from functools import partial
@@ -11,15 +11,15 @@ import torch
 from .. import _layout
 from . import cost, data, experiment, plots, runs
 from .cells import Cell
-from .experiment import Count, LogDecay, Positive, Repeated, Row, Works
+from .experiment import Count, LogDecay, Positive, Repeated, Row, Tasks
 from .overfit import Overfit, draw_errors
 
 
 class OverfitAll(Repeated):
-    """Overfit the validation set with each network on each data set, and draw all of them side by side.
+    """Overfit the validation set with each network on each data set, and draw all runs side by side.
 
-    Every run has a folder of its own. The same command again goes on after the runs that have ended. For the
-    options, see `bestresponse reproduce overfit --help`.
+    Every run has its own folder. If the experiment is stopped, the same command skips the finished runs. See
+    `bestresponse reproduce overfit --help` for the options.
     """
 
     name = "overfit-all"
@@ -34,16 +34,16 @@ class OverfitAll(Repeated):
     of = ("train error", "validation error", "test error", "seconds", "time / plain")
 
     data: tuple[Literal["digits", "mnist", "cifar10"], ...] = ("digits",)
-    """The data sets, a row of the panel each."""
+    """The data sets, one per row of the figure."""
     model: tuple[Literal["linear", "mlp", "lenet", "alexnet", "resnet44"], ...] = ("linear", "mlp")
-    """The networks, a column each."""
+    """The networks, one per column of the figure."""
     steps: Count = 150  # Hyper-steps of each run.
     weight_steps: Count = 10  # Weight steps before each hyper-step.
     weight_rate: Positive = 1e-3  # Adam's learning rate for the weights.
     hyper_rate: Positive = 0.1  # RMSprop's learning rate for the logarithms of the decays.
     initial_log_decay: LogDecay = -6.0  # The natural logarithm of each decay at the start.
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         names = {field.name for field in fields(Overfit)} & {field.name for field in fields(self)}
         shared = {name: getattr(self, name) for name in names - {"preset"}}
         shared["data_dir"] = data.folder_of(self.data_dir)
@@ -54,9 +54,9 @@ class OverfitAll(Repeated):
             result = runs.read_json(cell.folder / "result.json")
             return {"data": images, "model": model, **result["rows"][0], "seconds": result["seconds"]}
 
-        aside = ("data", "model")  # the row's name has them
+        no_effect = ("data", "model")  # they are in the row's name
         return [
-            Cell(self, f"{images}-{model}", seed, folder, partial(row, images, model), aside)
+            Cell(self, f"{images}-{model}", seed, folder, partial(row, images, model), no_effect)
             for images, model, seed in product(self.data, self.model, self.all_seeds())
         ]
 
@@ -67,7 +67,7 @@ class OverfitAll(Repeated):
         return _layout.fold(cost.NOTE)
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """The error curves of the first seed's runs, a panel each: data sets down, networks across."""
+        """The error curves of the first seed, a panel for each run: data sets as rows, networks as columns."""
         down, across = len(self.data), len(self.model)
         size = (2.6 * across + 0.4, 2.3 * down + 0.4)
         with plots.panels(folder / self.figures[0], down, across, size, sharex=True, sharey=True) as axes:
@@ -75,4 +75,4 @@ class OverfitAll(Repeated):
                 panel = axes[self.data.index(row["data"]), self.model.index(row["model"])]
                 draw_errors(panel, runs.read_rows(folder / row["folder"]), f"{row['model']}, {row['data']}")
                 panel.label_outer()
-            axes[0, 0].legend(frameon=False, fontsize=8)
+            axes[0, 0].legend(fontsize=8)

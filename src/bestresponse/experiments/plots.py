@@ -1,4 +1,4 @@
-"""How the figures look, and how they are saved."""
+"""The style of the figures, and how they are saved."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,14 +13,15 @@ import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
+# Legend handles are long enough to distinguish dashed lines from solid ones.
+plt.rcParams.update({"legend.frameon": False, "legend.handlelength": 3.5})
+
 BLUE, RED, GREEN, ORANGE, PURPLE, GREY = "#2a6f97", "#c1442e", "#4c8c4a", "#d98c21", "#7a5195", "#4d4d4d"
-
-
 _SEVEN = (GREY, "#b8b8b8", ORANGE, GREEN, PURPLE, BLUE, RED)
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each of seven names at most."""
+    """A colour for each of at most seven names."""
     return dict(zip(names, _SEVEN, strict=False))
 
 
@@ -28,7 +29,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 def panels(
     path: Path, rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.0, 3.8), **more: Any
 ) -> Iterator[Any]:
-    """A figure with rows × columns panels, [rows, columns], that is saved at ``path`` and closed at the end."""
+    """A figure with panels [rows, columns], which is saved at ``path`` and closed at the end."""
     figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
     try:
         yield axes
@@ -47,11 +48,9 @@ def style(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def legend_below(axes: Axes, columns: int, handles: Sequence[Artist] = (), size: int = 8) -> None:
-    """One legend for all panels, under them: by default what the labels of these axes say."""
+    """One legend under all panels, by default with the labels of these axes."""
     handles = handles or axes.get_legend_handles_labels()[0]
-    axes.figure.legend(
-        handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=size
-    )
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=size)
 
 
 def curve(
@@ -64,9 +63,10 @@ def curve(
     band: Callable[[Sequence[float]], tuple[float, float]] | None = None,
     **look: Any,
 ) -> None:
-    """The mean of y over the rows with one x, against x; ``band`` has its lower and upper edge for several values.
+    """Draw the mean of y over the rows with equal x, against x.
 
-    Rows without y are left out; ``scale`` is of y, ``line`` is matplotlib's format, and ``look`` goes to its ``plot``.
+    Rows without y are left out. ``band`` maps several values of y to the lower and the upper edge of a band. ``scale``
+    multiplies y, ``line`` is matplotlib's format, and ``look`` goes to its ``plot``.
     """
     values: dict[float, list[float]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: configuration, rows as they come, and the result."""
+"""The files of a run: configuration, rows and result."""
 
 import dataclasses
 import importlib.metadata
@@ -16,19 +16,19 @@ from ..runs.callbacks import replace_text, to_json
 
 Row = dict[str, Any]
 
-# What does not change where a run goes.
+# Options that may differ when a run is resumed.
 _MAY_CHANGE = {"preset", "steps", "save_every", "resume", "threads", "device", "data_dir", "out"}
 
 
 def begin(folder: Path, config: Row, files: Sequence[str] = (), resume: bool = False) -> None:
-    """Make a run's folder, and write its configuration.
+    """Create a run's folder, and write its configuration.
 
-    Rows, saved state and result of an earlier run in the same folder are removed, and ``files``, the names of what else
-    a run leaves; with ``resume`` all stays.
+    Rows, saved state and result of an earlier run in the same folder are removed, and also its other ``files``. With
+    ``resume``, everything stays.
 
     Raises:
-        ArgumentError: the folder cannot be made or written to; or ``resume``, and it holds no saved state, or
-            that of another configuration.
+        ArgumentError: the folder cannot be created or written to; or, with ``resume``, it has no saved state, or one
+            of another configuration.
     """
     if resume:
         _check_resumed(folder, config)
@@ -39,26 +39,22 @@ def begin(folder: Path, config: Row, files: Sequence[str] = (), resume: bool = F
         write_whole(folder / "config.json", config)
     except OSError as error:
         raise ArgumentError(
-            f"--out must name a folder that can be written to; got {folder}: {error.strerror}. Name another."
+            f"--out must name a folder that can be written to; got {folder}: {error.strerror}. Choose another."
         ) from error
 
 
 def _check_resumed(folder: Path, config: Row) -> None:
     before = read_config(folder)
     if not (folder / "run.pt").is_file():
-        raise ArgumentError(
-            f"--resume needs a saved run; {folder} has no run.pt. Begin it with --save-every."
-        )
+        raise ArgumentError(f"--resume needs a saved run; {folder} has no run.pt. Start with --save-every.")
     names = sorted(config.keys() - _MAY_CHANGE)
     differing = ", ".join(f"{n}={before.get(n)!r}" for n in names if before.get(n) != config[n])
     if differing:
-        raise ArgumentError(
-            f"--resume goes on with the options that the run was begun with; it had {differing}."
-        )
+        raise ArgumentError(f"--resume needs the options of the saved run; it had {differing}. Repeat them.")
 
 
 def add(folder: Path, row: Row) -> Row:
-    """Add a row to ``metrics.jsonl``, and return it as it is read from there."""
+    """Append a row to ``metrics.jsonl``, and return it as a reader will get it."""
     line = to_json(row)
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(line + "\n")
@@ -67,8 +63,9 @@ def add(folder: Path, row: Row) -> Row:
 
 
 def mean_and_deviation(rows: Iterable[Mapping[str, Any]], by: Sequence[str], of: Sequence[str]) -> list[Row]:
-    """Rows that agree in ``by`` as one: the mean of each of ``of``, and beside it, where several have it, the
-    standard deviation as "NAME ±". Values of None or missing are left out.
+    """Merge rows that agree in ``by``, and take the mean of each column of ``of``.
+
+    If several rows are merged, the column "NAME ±" has the standard deviation. None and missing values are left out.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -86,7 +83,7 @@ def mean_and_deviation(rows: Iterable[Mapping[str, Any]], by: Sequence[str], of:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where it is not there, or not whole."""
+    """The content of a JSON file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -97,20 +94,18 @@ def read_config(folder: Path) -> Row:
     """``config.json``, as written."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ArgumentError(f"{folder} must be the folder of a run; it has no config.json. Name another.")
+        raise ArgumentError(f"{folder} must be the folder of a run; it has no config.json. Choose another.")
     config = read_json(path)
     if not isinstance(config, dict):
-        raise ArgumentError(
-            f"{path} must hold the configuration of a run as JSON; it does not. Run it again."
-        )
+        raise ArgumentError(f"{path} must hold the configuration of a run; it does not. Run it again.")
     return config
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows of ``metrics.jsonl``; a last line that was cut by a kill is left out."""
+    """The rows of ``metrics.jsonl``, without a last line that a kill cut off."""
     path, rows = folder / "metrics.jsonl", []
     if not path.is_file():
-        raise ArgumentError(f"{folder} must hold rows; it has no {path.name}. Has the run begun?")
+        raise ArgumentError(f"{folder} must hold rows; it has no {path.name}. Has the run started?")
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             rows.append(json.loads(line))
@@ -120,17 +115,17 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """Write JSON so that the file is either the old one or the new one, and never a part."""
+    """Write JSON so that the file is always the whole old one or the whole new one."""
     replace_text(path, to_json(value, indent=2) + "\n")
 
 
 def as_json(config: Any) -> Row:
-    """A dataclass as plain values; paths become text."""
+    """A dataclass as plain values, with paths as text."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(config).items()}
 
 
 def versions() -> dict[str, str]:
-    """What the numbers were made with."""
+    """The versions and the number of threads behind the numbers."""
     return {
         "bestresponse": importlib.metadata.version("bestresponse"),
         "torch": torch.__version__,

@@ -14,7 +14,8 @@ import bestresponse as br
 from .. import _tree
 from ..errors import ArgumentError
 from . import data, plots, regression
-from .experiment import Count, Experiment, Row, Works
+from .classification import squared_norm
+from .experiment import Count, Experiment, Row, Tasks
 from .minimise import flat_gradient, minimise
 
 _SCALED = 4
@@ -25,8 +26,8 @@ _DIFFERENCE = "largest difference from the library"
 class Shapes(Experiment):
     """Draw every matrix of one hypergradient, with its shape and its entries.
 
-    A linear network on the diabetes set. Scales of the first four features, which both losses see, and a decay are
-    tuned. What the matrices multiply to is compared with the library's answer.
+    The model is a linear network on the diabetes set. The hyperparameters are a decay and scales of the first four
+    features, which both losses read. The product of the matrices is compared with the library's hypergradient.
     """
 
     name = "shapes"
@@ -35,14 +36,14 @@ class Shapes(Experiment):
 
     weight_steps: Count = 200  # L-BFGS iterations of the training.
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         return [self._matrices]
 
     def _matrices(self) -> Iterator[Row]:
-        """Each factor as a matrix; beside the product, how far the library's hypergradient is from it."""
+        """The product with its distance from the library's hypergradient, and each factor as a matrix."""
         torch.manual_seed(self.seed)
         x, y = data.load_table("diabetes")
-        train, val = ((x[rows], y[rows]) for rows in torch.randperm(len(x)).chunk(2))
+        train, val = regression.halves(x, y)
         model, hyper = nn.Linear(x.shape[1], 1, dtype=x.dtype), _Scales()
         problem = br.Problem(model, hyper, _train_loss, _val_loss)
         weights = list(problem.weights.values())
@@ -73,12 +74,10 @@ class Shapes(Experiment):
         return {_DIFFERENCE: rows[0][_DIFFERENCE]}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """The equation as pictures of its matrices, a cell for each entry, on two lines."""
+        """The equation in two lines, with each matrix as a picture that has a cell for each entry."""
         entries = {row["matrix"]: np.array(row["entries"]) for row in rows}
         if len(entries) < _MATRICES:
-            raise ArgumentError(
-                f"{folder} must hold {_MATRICES} matrices to draw; got {len(entries)}. Run it again."
-            )
+            raise ArgumentError(f"{folder} must hold {_MATRICES} matrices; got {len(entries)}. Run it again.")
         total, direct, gradient, inverse, mixed, product = entries
         lines = [[total, "=", direct, "−", gradient, inverse, mixed], ["", "=", direct, "−", product, mixed]]
         with plots.panels(folder / self.figures[0], size=(10.0, 5.2)) as axes:
@@ -104,7 +103,7 @@ def _row(name: str, matrix: Tensor) -> Row:
 
 
 def _place(panel: Any, matrix: Any, name: str, left: float, top: float, tall: int) -> float:
-    """Draw a matrix in cells of one unit, in the middle of a line of ``tall`` units; the left edge of what follows."""
+    """Draw a matrix with cells of one unit, centred in a line of ``tall`` units; return the left edge of the next."""
     down, across = map(int, matrix.shape)
     upper, middle = top - (tall - down) / 2, left + across / 2
     shown = np.tanh(matrix / (np.abs(matrix).mean() + 1e-12))
@@ -118,7 +117,7 @@ def _place(panel: Any, matrix: Any, name: str, left: float, top: float, tall: in
 
 
 class _Scales(nn.Module):
-    """Scales of the first features, and a logarithmic decay for all weights."""
+    """Scales of the first features, and the logarithm of a decay for all weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +126,7 @@ class _Scales(nn.Module):
 
 
 def _train_loss(model: nn.Module, hyper: Any, batch: regression.Batch) -> Tensor:
-    squares = torch.stack([w.square().sum() for w in model.parameters()]).sum()
+    squares = squared_norm(model)
     decay: Tensor = 0.5 * hyper.log_decay.exp() * squares
     return _val_loss(model, hyper, batch) + decay
 

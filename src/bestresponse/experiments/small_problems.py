@@ -1,4 +1,4 @@
-"""Two problems that are small enough for the exact hypergradient: a regression set, and a few digits."""
+"""Two problems that are small enough for the exact hypergradient: a regression set and a few digits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _PRECISION = 1e-12
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with its batches, the module of its losses, and the weights to begin with."""
+    """A problem with its batches, the module of its losses, and its initial weights."""
 
     name: str
     seed: int
@@ -58,10 +58,10 @@ class Case:
         _tree.write_(self.problem.weights, weights)
 
     def solve(self) -> float:
-        """Train the weights until the gradient is rounding, by Newton's method; returns the validation loss.
+        """Train the weights by Newton's method until the gradient is at rounding level; return the validation loss.
 
-        The systems are definite, and conjugate gradient solves them. A step that does not make the convex training
-        loss smaller is halved, unless it is rounding.
+        Conjugate gradient solves the systems, which are definite. A step that does not lower the convex training loss
+        is halved, down to rounding level.
         """
         problem = self.problem
         solver = br.ConjugateGradient(max_steps=400, tolerance=1e-8)
@@ -93,8 +93,8 @@ class Case:
         loss = problem.train_loss(problem.model, problem.hyper, self.train)
         return torch.autograd.grad(loss, list(problem.weights.values()))
 
-    def begun_adam(self, steps: int) -> torch.optim.Adam:
-        """Adam after some steps from the initial weights."""
+    def adam_after(self, steps: int) -> torch.optim.Adam:
+        """Adam with its state after ``steps`` steps from the initial weights."""
         self.put(self.initial)
         weights = self.problem.weights.values()
         optimizer = torch.optim.Adam(weights, 1e-2)
@@ -114,7 +114,7 @@ class Case:
 
 
 def cases(table: str, data_dir: Any, classes: int, log_decay: float, seed: int) -> list[Case]:
-    """Both problems, in float64; the seed draws the examples and the initial weights."""
+    """Both problems in float64; the seed determines the examples and the initial weights."""
     torch.manual_seed(seed)
     digits = data.load("digits")
     ((images, labels),) = digits.draw(len(digits.x_train), seed=seed)
@@ -124,8 +124,7 @@ def cases(table: str, data_dir: Any, classes: int, log_decay: float, seed: int) 
         (table, data.load_table(table, data_dir), 1, regression),
         ("digits", (images[chosen].flatten(1).double(), labels[chosen]), classes, classification),
     ):
-        order = torch.randperm(len(x))
-        train, val = ((x[rows], y[rows]) for rows in order.chunk(2))
+        train, val = regression.halves(x, y)
         model = nn.Linear(x.shape[1], outputs, dtype=torch.float64)
         decay = br.hyperparameters.WeightDecay(model, initial=math.exp(log_decay))
         problem = br.Problem(model, decay, losses.train_loss, losses.val_loss)

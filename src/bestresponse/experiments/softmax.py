@@ -1,4 +1,4 @@
-"""Softmax regression with an ℓ2 penalty, solved until its gradient is rounding.
+"""Softmax regression with an ℓ2 penalty, solved until the gradient is at rounding level.
 
 minimise over W [C, D + 1] (the last column is the bias):  cross-entropy(W x̃, y) + penalty/2 ‖W‖²
 """
@@ -16,10 +16,10 @@ _PRECISION = 1e-9
 
 
 class ExactSoftmax:
-    """A weight step for `Tuner`: puts the minimiser on the examples of ``problem.hyper()`` into a linear classifier.
+    """A weight step for `Tuner` that sets a linear classifier to the minimiser on the examples of ``problem.hyper()``.
 
-    There are far fewer examples than inputs, and the minimiser lies in their span. So Newton's method runs in
-    an orthonormal basis of it, x̃ = Q z with a z of N values, in float64, from the last solution.
+    There are far fewer examples than inputs, and the minimiser lies in their span. Newton's method therefore uses an
+    orthonormal basis of the span, x̃ = Q z with N values in z. It runs in float64 and starts at the last solution.
 
     Attributes:
         gradient_norm: ‖∂L_T/∂W‖ at the solution.
@@ -34,10 +34,10 @@ class ExactSoftmax:
         inputs, targets = problem.hyper()
         layer = problem.model
         assert isinstance(layer, nn.Linear)
-        found = self.solve(inputs.detach(), targets.detach(), layer.out_features)
+        w = self.solve(inputs.detach(), targets.detach(), layer.out_features)
         with torch.no_grad():
-            layer.weight.copy_(found[:, :-1])
-            layer.bias.copy_(found[:, -1])
+            layer.weight.copy_(w[:, :-1])
+            layer.bias.copy_(w[:, -1])
 
     def solve(self, inputs: Tensor, targets: Tensor, classes: int) -> Tensor:
         """W [C, D + 1] for examples of any shape [N, ...], and classes [N] or probabilities [N, C]."""
@@ -46,8 +46,8 @@ class ExactSoftmax:
             targets = F.one_hot(targets, classes)
         basis, triangle = torch.linalg.qr(x.T)
         start = x.new_zeros(classes, x.shape[1]) if self._last is None else self._last
-        found, self.gradient_norm = _newton(triangle.T, targets.double(), self.penalty, start @ basis)
-        self._last = found @ basis.T
+        v, self.gradient_norm = _newton(triangle.T, targets.double(), self.penalty, start @ basis)
+        self._last = v @ basis.T
         return self._last
 
 
@@ -57,7 +57,7 @@ def loss(x: Tensor, targets: Tensor, w: Tensor, penalty: float) -> Tensor:
 
 
 def _newton(z: Tensor, targets: Tensor, penalty: float, v: Tensor) -> tuple[Tensor, float]:
-    """V [C, N] with logits z Vᵀ, by Newton steps whose systems conjugate gradient solves."""
+    """V [C, N] with logits z Vᵀ, by Newton steps; conjugate gradient solves their systems."""
     solver = br.ConjugateGradient(max_steps=500, tolerance=1e-3)
 
     for _ in range(_NEWTON_STEPS):
@@ -81,7 +81,7 @@ def _newton(z: Tensor, targets: Tensor, penalty: float, v: Tensor) -> tuple[Tens
 def fit(
     inputs: Tensor, targets: Tensor, classes: int, penalty: float, steps: int = 300
 ) -> tuple[Tensor, float]:
-    """W [C, D + 1] from zero by L-BFGS, and the norm of its gradient: for many examples, and to check the other."""
+    """W [C, D + 1] by L-BFGS from zero, and the norm of its gradient, for any number of examples."""
     x = extended(inputs)
     w = x.new_zeros(classes, x.shape[1]).requires_grad_()
     until = {"tolerance_grad": 1e-9, "tolerance_change": 0.0}
@@ -90,11 +90,11 @@ def fit(
 
 
 def accuracy(w: Tensor, inputs: Tensor, labels: Tensor) -> float:
-    """The share of examples whose class is found."""
+    """The share of correctly classified examples."""
     return float((extended(inputs.to(w.dtype)) @ w.T).argmax(dim=1).eq(labels).float().mean())
 
 
 def extended(inputs: Tensor) -> Tensor:
-    """Flat examples with a one at the end, [N, D + 1]."""
+    """Flat examples with a 1 appended, [N, D + 1]."""
     flat = inputs.flatten(1)
     return torch.cat([flat, flat.new_ones(len(flat), 1)], dim=1)

@@ -1,4 +1,4 @@
-"""How much data to validate on, for one hyperparameter and for many: the paper's figure 7."""
+"""How much data to use for validation, for one hyperparameter and for many: the paper's figure 7."""
 
 import math
 import statistics
@@ -14,9 +14,9 @@ from torch import nn
 import bestresponse as br
 
 from . import data, plots
-from .classification import Batch, accuracy, train_loss, val_loss
+from .classification import Batch, accuracy, set_to_zero, train_loss, val_loss
 from .data import Images
-from .experiment import Count, LogDecay, Positive, Repeated, Row, Works, require
+from .experiment import Count, LogDecay, Positive, Repeated, Row, Tasks, require
 
 Per = Literal["global", "weight"]
 _KINDS: dict[Per, tuple[str, str]] = {
@@ -27,11 +27,10 @@ _NINE = "--shares 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9"
 
 
 class Split(Repeated):
-    """Divide a fixed number of examples into training and validation data, and tune weight decay on each division.
+    """Split a fixed number of examples into training and validation data, and tune weight decay on each split.
 
-    Softmax regression with one decay for all weights, and with one for each. The test accuracy is taken of the
-    weights that were tuned along, and of weights trained anew on all the examples under the tuned decays
-    (the paper's figure 7).
+    The model is softmax regression, with one decay for all weights or one for each. The test accuracy is measured for
+    the weights at the end of tuning, and after retraining on all examples with the tuned decays (the paper's figure 7).
     """
 
     name = "split"
@@ -44,24 +43,24 @@ class Split(Repeated):
     data: Literal["digits", "mnist"] = "digits"
     """The data set. digits comes with scikit-learn; mnist is read from --data-dir."""
     examples: Count = 200  # Training and validation examples together.
-    shares: tuple[float, ...] = (0.1, 0.5, 0.9)  # The shares of them that are for validation.
+    shares: tuple[float, ...] = (0.1, 0.5, 0.9)  # The shares of the examples that are for validation.
     steps: Count = 60  # Hyper-steps.
     weight_steps: Count = 10  # Weight steps before each hyper-step.
     weight_rate: Positive = 0.03  # Adam's learning rate for the weights.
     hyper_rate: Positive = 0.1
-    """RMSprop's learning rate for the logarithms of the decays; it falls to zero along a cosine."""
+    """RMSprop's learning rate for the logarithms of the decays; it decays to zero along a cosine."""
     initial_log_decay: LogDecay = -4.0  # The natural logarithm of each decay at the start.
 
     def check(self) -> None:
         super().check()
         for share in self.shares:
             leaves = 0 < share < 1 and 0 < round(share * self.examples) < self.examples
-            said = "--shares must leave examples for training and for validation"
-            require(leaves, f"{said}; got {share} of {self.examples}.")
+            rule = "--shares must leave examples for training and for validation"
+            require(leaves, f"{rule}; got {share} of {self.examples}.")
 
-    def works(self, device: torch.device, folder: Path) -> Works:
+    def tasks(self, device: torch.device, folder: Path) -> Tasks:
         images = data.load(self.data, self.data_dir)
-        images.draw(self.examples, seed=self.seed)  # raises where there are not so many
+        images.draw(self.examples, seed=self.seed)  # raises if there are too few
         test = images.x_test.flatten(1).to(device), images.y_test.to(device)
         return [
             partial(self._tune, images, test, seed, per, share)
@@ -71,13 +70,13 @@ class Split(Repeated):
         ]
 
     def _tune(self, images: Images, test: Batch, seed: int, per: Per, share: float) -> Iterator[Row]:
-        """Tune with the first examples as validation data."""
+        """Tune with the first examples as validation data, and retrain on all of them."""
         ((x, y),) = images.draw(self.examples, seed=seed)
         whole = x.flatten(1).to(test[0].device), y.to(test[0].device)
         size = round(share * self.examples)
         val, train = ((whole[0][rows], whole[1][rows]) for rows in (slice(size), slice(size, None)))
         model = nn.Linear(whole[0].shape[1], images.classes, device=whole[0].device, dtype=whole[0].dtype)
-        _set_to_zero(model)
+        set_to_zero(model)
         decay = br.hyperparameters.WeightDecay(model, per=per, initial=math.exp(self.initial_log_decay))
         problem = br.Problem(model, decay, train_loss, val_loss)
         optimizer = torch.optim.RMSprop(decay.parameters(), self.hyper_rate)
@@ -92,26 +91,26 @@ class Split(Repeated):
         tuner.fit([train], [val], self.steps)
         row = {"seed": seed, "per": per, "share": share}
         row |= {"accuracy": accuracy(model, test), "validation accuracy": accuracy(model, val)}
-        losses = tuner.retrain([whole], self.steps * self.weight_steps, _set_to_zero)
+        losses = tuner.retrain([whole], self.steps * self.weight_steps, set_to_zero)
         yield row | {"retrained accuracy": accuracy(model, test), "retrained loss": losses[-1]}
 
     def headline(self, table: list[Row], rows: list[Row]) -> Row:
-        found = {}
+        best: Row = {}
         for per, (kind, _) in _KINDS.items():
+            of_kind = [row for row in table if row["per"] == per]
             for key in ("accuracy", "retrained accuracy"):
-                best = max((row for row in table if row["per"] == per), key=lambda row: row[key])
-                found[f"best share, {kind}, {key}"] = best["share"]
-        return found
+                best[f"best share, {kind}, {key}"] = max(of_kind, key=lambda row: row[key])["share"]
+        return best
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Test accuracy against the share, solid with re-training on all the data: the axes of the paper's figure 7."""
+        """Test accuracy against the share, as in the paper's figure 7; solid lines after retraining on all data."""
         rows = [row | {"share [%]": 100 * row["share"]} for row in rows]
         with plots.panels(folder / self.figures[0]) as ((axes,),):
             for per, (kind, colour) in _KINDS.items():
                 of_kind = [row for row in rows if row["per"] == per]
                 for key, line, words in (
-                    ("retrained accuracy", "o-", "re-trained on all"),
-                    ("accuracy", "o--", "as tuned"),
+                    ("retrained accuracy", "o-", "retrained on all"),
+                    ("accuracy", "o--", "end of tuning"),
                 ):
                     look = {"color": colour, "label": f"{kind}, {words}", "markersize": 4}
                     plots.curve(axes, of_kind, "share [%]", key, line, 100, _interval, **look)
@@ -119,7 +118,7 @@ class Split(Repeated):
             if len({row["seed"] for row in rows}) > 1:
                 title += "; bands: 95 % intervals of the mean over seeds"
             plots.style(axes, "examples for validation [%]", "test accuracy [%]", title)
-            axes.legend(frameon=False, fontsize=8, handlelength=3.5)
+            axes.legend(fontsize=8)
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
@@ -127,9 +126,3 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
     mean, number = statistics.fmean(values), len(values)
     half = float(student.ppf(0.975, number - 1)) * statistics.stdev(values) / math.sqrt(number)
     return mean - half, mean + half
-
-
-@torch.no_grad()
-def _set_to_zero(model: nn.Module) -> None:
-    for w in model.parameters():
-        w.zero_()
