@@ -294,6 +294,26 @@ def test_retrain_empties_the_optimisers_state():
     assert next(iter(weights.state.values()))["step"] == step
 
 
+def test_retrain_uses_the_settings_of_an_optimiser_that_was_assigned_later():
+    tuner, train, val = make(weight_rate=0.2)
+    weights = list(tuner.problem.weights.values())
+    groups = [{"params": weights[:1], "lr": 0.3}, {"params": weights[1:]}]
+    tuner.weight_optimizer = other = torch.optim.SGD(groups, 0.1)
+    tuner.weight_scheduler = StepLR(other, 1, gamma=0.5)
+    tuner.fit(train, val, 2)
+    before = [w.detach().clone() for w in weights]
+    gradients = torch.autograd.grad(
+        tuner.problem.train_loss(tuner.problem.model, tuner.problem.hyper, train[0]), weights
+    )
+    tuner.retrain(train, 1, lambda model: None)
+    for w, old, g, rate in zip(weights, before, gradients, [0.3, 0.1, 0.1, 0.1], strict=True):
+        assert torch.allclose(w, old - rate * g, rtol=1e-12)
+    assert [group["lr"] for group in other.param_groups] == pytest.approx([0.3 / 4, 0.1 / 4])
+    with pytest.raises(br.Error, match="must hold every weight"):
+        tuner.weight_optimizer = torch.optim.SGD(weights[1:], 0.1)
+    assert tuner.weight_optimizer is other
+
+
 def test_any_function_is_a_callback_and_may_stop_the_run():
     tuner, train, val = make(callbacks=[lambda t: t.stop("enough") if t.hyper_step == 2 else None])
     assert len(tuner.fit(train, val, 10)) == 2

@@ -29,7 +29,7 @@ class WeightSteps:
     """
 
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
-        self.problem = problem
+        self.problem, self.optimizer = problem, optimizer
         self._settings = _first_settings(optimizer)
         self._penalties: Sequence[Kinked] = penalties_at_zero(problem)
 
@@ -59,8 +59,9 @@ class WeightSteps:
         return torch.stack(losses).sum()
 
     @contextmanager
-    def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[None]:
+    def afresh(self) -> Iterator[None]:
         """The optimiser with its original settings and empty state; both are restored at the end."""
+        optimizer = self.optimizer
         if not isinstance(optimizer, Optimizer):
             yield
             return
