@@ -144,7 +144,7 @@ class WeightDecay(nn.Module):
 
     def _rates(self) -> dict[str, Tensor]:
         """The logarithmic rate of each decayed weight."""
-        rates = dict(self.named_parameters())
+        rates = dict(self.named_parameters(remove_duplicate=False))  # rates may be tied
         if self.per == "global":
             return dict.fromkeys(self.names, rates["log_decay"])
         return {name: rates[f"log_decay.{name}"] for name in self.names}
