@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 import textwrap
 
@@ -722,3 +723,34 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert code == 2
         assert expected in err
         assert "Traceback" not in err
+
+
+MEASURED = """
+import os, sys, torch
+from bestresponse.diagnostics import measuring
+
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    torch.ones(1)
+print("before", file=sys.stderr, flush=True)
+# The graph holds a tensor that Python does not see.
+held = [(torch.ones(100, requires_grad=True) * 2).exp().sum().grad_fn]
+
+
+def work():
+    held.clear()
+    print("of the work", file=sys.stderr)
+    os.write(2, b"from below\\n")
+    return torch.ones(10)
+
+
+assert measuring.peak_bytes(work) == 40
+print("after", file=sys.stderr)
+"""
+
+
+def test_the_profiler_writes_nothing_and_all_else_is_passed_on():
+    done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _, ours = done.stderr.split("before\n")
+    assert ours.splitlines() == ["of the work", "from below", "after"]
+    assert done.stdout == ""

@@ -3,11 +3,16 @@
 import gc
 import os
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start
 import torch
+
+# Files of torch whose lines on standard error say that a profiler starts, or frees memory that it did not see before.
+_SOURCES = (b"ProfilerHandler.cpp:", b"CPUAllocator.cpp:")
 
 
 def seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -36,9 +41,12 @@ def peak_bytes(function: Callable[[], object]) -> int:
     gc.disable()  # what earlier work left in cycles would be freed in between
     kept = _alive()
     try:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
+        with (
+            _without_lines_of_the_profiler(),
+            torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile,
+        ):
             function()
     finally:
         del kept
@@ -52,10 +60,34 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return peak
 
 
-def _alive() -> list[torch.Tensor | None]:
-    """All tensors of now. While they are held, the profiler sees no block freed whose allocation it did not see.
+@contextmanager
+def _without_lines_of_the_profiler() -> Iterator[None]:
+    """Leave out what the profiler writes to standard error from C++, and pass on all other lines."""
+    try:
+        terminal = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        _flush()
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            written.seek(0)
+            others = [line for line in written if not any(source in line for source in _SOURCES)]
+            os.write(2, b"".join(others))
 
-    It would write a warning from C++ for such a block, and leave it out of the count in any case.
-    """
+
+def _flush() -> None:
+    if sys.stderr is not None:
+        sys.stderr.flush()
+
+
+def _alive() -> list[torch.Tensor | None]:
+    """All tensors of now. While they are held, the profiler sees no block freed whose allocation it did not see."""
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     return [*tensors, *(x.grad for x in tensors if x.is_leaf)]
