@@ -80,8 +80,21 @@ LOADERS = {
     "a generator of Python": lambda: Shuffled(split_list(), random.Random(2)),
     "state_dict": lambda: KeepsPosition(split_list()),
 }
+
+
+def kfac(**arguments):
+    return br.KFAC(lambda m, h, b: m(b[0]), lambda o, b: F.cross_entropy(o, b[1]), **arguments)
+
+
 METHODS = {
     "implicit": lambda: br.Implicit(),
+    "preconditioned": lambda: br.Implicit(
+        br.ConjugateGradient(2, damping=None, preconditioner=kfac(samples=2), recycle=3), warm_start=True
+    ),
+    "differences": lambda: br.Implicit(curvature=br.FiniteDifference()),
+    "shrinking tolerance": lambda: br.Implicit(
+        br.MINRES(20, tolerance=lambda solves: 0.5**solves), warm_start=True
+    ),
     "recycled": lambda: br.Implicit(br.ConjugateGradient(2, damping=None, recycle=5), warm_start=True),
     "neumann": lambda: br.Implicit(br.Neumann(4)),
     "unrolled": lambda: br.Unrolled(2, 0.1),

@@ -284,6 +284,15 @@ def test_retrain_starts_from_scratch_with_the_first_settings():
     assert tuner.weight_optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * 0.5**5)
 
 
+def test_retrain_clips_the_gradient():
+    tuner, train, _ = make(weight_rate=0.2, clip_weights=1e-3)
+    weights = list(tuner.problem.weights.values())
+    before = torch.cat([w.detach().flatten() for w in weights])
+    tuner.retrain(train, 1, lambda model: None)
+    moved = torch.cat([w.detach().flatten() for w in weights]) - before
+    assert float(moved.norm()) == pytest.approx(0.2 * 1e-3, rel=1e-5)
+
+
 def test_retrain_empties_the_optimisers_state():
     problem, train, val = cases.network()
     weights = torch.optim.Adam(problem.weights.values(), 0.01)
