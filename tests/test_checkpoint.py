@@ -80,8 +80,21 @@ LOADERS = {
     "a generator of Python": lambda: Shuffled(split_list(), random.Random(2)),
     "state_dict": lambda: KeepsPosition(split_list()),
 }
+
+
+def kfac(**arguments):
+    return br.KFAC(lambda m, h, b: m(b[0]), lambda o, b: F.cross_entropy(o, b[1]), **arguments)
+
+
 METHODS = {
     "implicit": lambda: br.Implicit(),
+    "preconditioned": lambda: br.Implicit(
+        br.ConjugateGradient(2, damping=None, preconditioner=kfac(samples=2), recycle=3), warm_start=True
+    ),
+    "differences": lambda: br.Implicit(curvature=br.FiniteDifference()),
+    "shrinking tolerance": lambda: br.Implicit(
+        br.MINRES(20, tolerance=lambda solves: 0.5**solves), warm_start=True
+    ),
     "recycled": lambda: br.Implicit(br.ConjugateGradient(2, damping=None, recycle=5), warm_start=True),
     "neumann": lambda: br.Implicit(br.Neumann(4)),
     "unrolled": lambda: br.Unrolled(2, 0.1),
@@ -259,7 +272,8 @@ def test_a_state_of_another_run_is_refused_and_nothing_is_changed(tmp_path):
     with pytest.raises(br.Error, match="made like the saved one"):
         tuner.load(path)
     tuner = make()
-    tuner.weight_optimizer = torch.optim.Adam([torch.zeros(2, requires_grad=True)], 0.1)
+    first, *others = tuner.problem.weights.values()
+    tuner.weight_optimizer = torch.optim.Adam([{"params": [first]}, {"params": others}], 0.1)
     before = everything(tuner)[0]
     with pytest.raises(br.Error, match="weight_optimizer must be like the saved one"):
         tuner.load(path)
@@ -314,6 +328,30 @@ def test_numbers_of_numpy_are_saved_as_plain_ones_and_other_things_are_refused_b
     with pytest.raises(br.Error, match=r"got a type at callbacks\[0\]\[1\]\['deep'\]\[0\]\['what'\]"):
         tuner.save(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("has", "lacks"), [("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")]
+)
+@pytest.mark.parametrize("place", ["callback", "weight_optimizer"])
+def test_a_state_that_can_only_be_saved_or_only_be_loaded_is_refused(tmp_path, place, has, lacks):
+    kind = type("Half", (), {"__call__": lambda self, *arguments: None, has: lambda self, *state: {}})
+    make().save(tmp_path / "good.pt")
+    tuner = make()
+    if place == "callback":
+        tuner.callbacks.append(kind())
+    else:
+        tuner.weight_optimizer = kind()
+    before = {n: w.detach().clone() for n, w in tuner.problem.weights.items()}
+    message = (
+        f"{place} must have both state_dict and load_state_dict, or neither; Half has only {has}. Add {lacks}"
+    )
+    with pytest.raises(br.Error, match=message):
+        tuner.save(tmp_path / "run.pt")
+    assert not (tmp_path / "run.pt").exists()
+    with pytest.raises(br.Error, match=message):
+        tuner.load(tmp_path / "good.pt")
+    assert all(torch.equal(w, before[n]) for n, w in tuner.problem.weights.items())
 
 
 @pytest.mark.parametrize("path", ["", "file/run.pt", "folder"])

@@ -47,8 +47,7 @@ def make():
 
 def command(*words, cwd=None):
     """``python -m bestresponse`` in a process of its own."""
-    environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
-    environment |= {"PYTHONPATH": str(Path(br.__file__).parents[1]), "PYTHONUTF8": "1"}
+    environment = os.environ | {"PYTHONPATH": str(Path(br.__file__).parents[1]), "PYTHONUTF8": "1"}
     return subprocess.run(
         [sys.executable, "-m", "bestresponse", *map(str, words)],
         capture_output=True,

@@ -657,3 +657,25 @@ def test_an_exact_preconditioner_ends_in_one_step():
     solution = solver.solve(lambda v: {"w": d * v["w"]}, {"w": torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])})
     assert solution.report.status is br.Status.CONVERGED
     assert (solution.report.steps, solution.report.products) == (1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_entries_have_no_factors_and_change_nothing():
+    class Empty(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.none = layer, nn.Parameter(torch.zeros(0))
+            self.into, self.out = nn.Linear(3, 0), nn.Linear(0, 2, bias=False)
+
+        def forward(self, x):
+            return self.layer(x) + self.out(self.into(x)) + self.none.sum()
+
+    _, train, val = cases.network()
+    layer, found = nn.Linear(3, 2), []
+    for model in (layer, Empty(layer)):
+        problem = problem_of(model, cross_entropy, per="global")
+        curvature = br.KFAC(predict, cross_entropy, problem.hyper)
+        solver = br.ConjugateGradient(50, tolerance=1e-12, preconditioner=curvature)
+        for method in (br.Implicit(br.Exact(), curvature), br.Implicit(solver)):
+            found.append(br.hypergradient(problem, train, val, method).total["log_decay"])
+    torch.testing.assert_close(found[2:], found[:2], rtol=1e-9, atol=0)

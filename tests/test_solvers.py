@@ -144,6 +144,16 @@ def test_conjugate_gradient_stops_on_a_relative_residual():
         assert solution.report.steps <= 9
 
 
+@pytest.mark.parametrize("kind", [br.ConjugateGradient, br.MINRES, br.solvers.GMRES])
+def test_a_tolerance_that_is_a_function_takes_the_number_of_solves(kind):
+    with pytest.raises(br.errors.ArgumentTypeError, match=r"tolerance must be a function \(solves\); got"):
+        kind(tolerance=lambda: 1.0)
+    solver = kind(tolerance=lambda solves: 0.5**solves)
+    with pytest.raises(br.Error, match=r"relative_residual needs .* a number; got a function"):
+        _ = solver.relative_residual
+    assert solver.present(2).relative_residual == 0.25
+
+
 def test_conjugate_gradient_tolerance_of_a_warm_start_is_relative_to_b():
     system = SYSTEMS["definite"]
     near = br.ConjugateGradient(3).solve(system.product, system.tree).x
@@ -210,6 +220,22 @@ def test_chosen_damping_falls_again_on_systems_that_need_none():
     assert chosen[-1] < 1e-2
     exact = torch.linalg.solve(definite.matrix, definite.b)
     assert float((_tree.flatten(solution.x) - exact).norm() / exact.norm()) < 1e-2
+
+
+def test_the_chosen_damping_does_not_rise_on_a_system_that_stays_the_same():
+    generator = torch.Generator().manual_seed(SEED)
+    basis, _ = torch.linalg.qr(torch.randn(20, 20, generator=generator))
+    matrix = basis @ torch.diag(torch.logspace(-2, 0, 20)) @ basis.T
+    b, solver = {"w": torch.randn(20, generator=generator)}, br.ConjugateGradient(4, damping=None)
+    exact, memory, start = torch.linalg.solve(matrix, b["w"]), {}, None
+    errors = []
+    for _ in range(12):
+        solution = solver.solve(lambda v: {"w": matrix @ v["w"]}, b, start=start, memory=memory)
+        memory, start = solution.memory, solution.x
+        assert solution.report.damping < 2e-4
+        errors.append(float((start["w"] - exact).norm() / exact.norm()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.02
 
 
 def test_chosen_damping_outlives_a_solve_that_had_nothing_to_do():

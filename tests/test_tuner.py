@@ -284,6 +284,15 @@ def test_retrain_starts_from_scratch_with_the_first_settings():
     assert tuner.weight_optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * 0.5**5)
 
 
+def test_retrain_clips_the_gradient():
+    tuner, train, _ = make(weight_rate=0.2, clip_weights=1e-3)
+    weights = list(tuner.problem.weights.values())
+    before = torch.cat([w.detach().flatten() for w in weights])
+    tuner.retrain(train, 1, lambda model: None)
+    moved = torch.cat([w.detach().flatten() for w in weights]) - before
+    assert float(moved.norm()) == pytest.approx(0.2 * 1e-3, rel=1e-5)
+
+
 def test_retrain_empties_the_optimisers_state():
     problem, train, val = cases.network()
     weights = torch.optim.Adam(problem.weights.values(), 0.01)
@@ -292,6 +301,23 @@ def test_retrain_empties_the_optimisers_state():
     step = next(iter(weights.state.values()))["step"].clone()
     tuner.retrain([train], 2, lambda model: None)
     assert next(iter(weights.state.values()))["step"] == step
+
+
+def test_retrain_uses_the_settings_of_an_optimiser_that_was_assigned_later():
+    tuner, train, val = make(weight_rate=0.2)
+    weights = list(tuner.problem.weights.values())
+    groups = [{"params": weights[:1], "lr": 0.3}, {"params": weights[1:]}]
+    tuner.weight_optimizer = other = torch.optim.SGD(groups, 0.1)
+    tuner.weight_scheduler = StepLR(other, 1, gamma=0.5)
+    tuner.fit(train, val, 2)
+    before = [w.detach().clone() for w in weights]
+    gradients = torch.autograd.grad(
+        tuner.problem.train_loss(tuner.problem.model, tuner.problem.hyper, train[0]), weights
+    )
+    tuner.retrain(train, 1, lambda model: None)
+    for w, old, g, rate in zip(weights, before, gradients, [0.3, 0.1, 0.1, 0.1], strict=True):
+        assert torch.allclose(w, old - rate * g, rtol=1e-12)
+    assert [group["lr"] for group in other.param_groups] == pytest.approx([0.3 / 4, 0.1 / 4])
 
 
 def test_any_function_is_a_callback_and_may_stop_the_run():

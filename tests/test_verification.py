@@ -508,6 +508,25 @@ def test_a_lossy_function_on_the_last_examples_is_found():
         br.hypergradient(problem, pieces, whole, br.Implicit(br.Exact(1e-3)))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", [br.GaussNewton, br.KFAC, br.EmpiricalFisher])
+def test_curvatures_of_the_outputs_are_verified_on_several_batches(kind, recompute):
+    def curvature(problem):
+        if kind is br.EmpiricalFisher:
+            return kind(lambda m, h, b: (m(b[0]) - b[1]).square().mean(1), problem.hyper)
+        return kind(lambda m, h, b: m(b[0]), lambda o, b: F.mse_loss(o, b[1]), problem.hyper)
+
+    several = br.Batches([batch(20), batch(12)], weights=[20, 12], recompute=recompute)
+    problem = problem_of(around(nn.Tanh()))
+    method = br.Implicit(br.Exact(0.1), curvature(problem))
+    assert br.hypergradient(problem, several, batch(), method).verification == "verified"
+    if kind is br.KFAC:
+        return  # its factors need first derivatives alone
+    problem = problem_of(around(Calling(WithoutGraph.apply)))
+    with pytest.raises(br.errors.SecondDerivativeError, match="WithoutGraph"):
+        br.hypergradient(problem, several, batch(), br.Implicit(br.Exact(0.1), curvature(problem)))
+
+
 class Pairs(dict):
     def __init__(self, x, y):
         super().__init__(x=x, y=y)

@@ -66,9 +66,10 @@ def require_parameters(owner: str, function: Callable[..., Any], names: str) -> 
     try:
         signature.bind(*names.split(", "))
     except TypeError as error:
+        batch = ", or take them from the batch" if "batch" in names else ""
         raise ArgumentTypeError(
-            f"{owner} must be a function ({names}); got one with the parameters {signature}: {error}. Bind further "
-            "arguments with functools.partial, or take them from the batch."
+            f"{owner} must be a function ({names}); got one with the parameters {signature}: {error}. Give it these "
+            f"parameters, and bind further ones with functools.partial{batch}."
         ) from error
 
 

@@ -91,12 +91,12 @@ class Tuner:
     ) -> None:
         method = Implicit() if method is None else method
         require_method(method)
-        check_weight_optimizer(problem, weight_optimizer)
+        self.problem, self.method = problem, method
+        self.weight_optimizer = weight_optimizer
         check_hyper_optimizer(problem, hyper_optimizer)
         schedulers = {"weight_scheduler": weight_scheduler, "hyper_scheduler": hyper_scheduler}
         check_settings(weight_steps, warmup_steps, clip_weights, policy, schedulers)
-        self.problem, self.method = problem, method
-        self.weight_optimizer, self.hyper_optimizer = weight_optimizer, hyper_optimizer
+        self.hyper_optimizer = hyper_optimizer
         self.weight_scheduler, self.hyper_scheduler = weight_scheduler, hyper_scheduler
         self.weight_steps, self.warmup_steps = weight_steps, warmup_steps
         self.clip_weights, self.policy, self.seed = clip_weights, policy, seed
@@ -158,7 +158,8 @@ class Tuner:
         calls this.
 
         Raises:
-            ArgumentError: the file cannot be written, or a state holds something other than tensors and plain data.
+            ArgumentError: the file cannot be written, a state holds something other than tensors and plain data, or a
+                part has only one of ``state_dict`` and ``load_state_dict``.
         """
         checkpoint.save(self, path)
 
@@ -219,7 +220,7 @@ class Tuner:
         with torch.no_grad():
             initialise(self.problem.model)
         self.problem.check_intact()
-        with self._weight_steps.afresh(self.weight_optimizer) if optimizer is None else nullcontext():
+        with self._weight_steps.afresh() if optimizer is None else nullcontext():
             chosen = optimizer or self.weight_optimizer
             losses = [self._weight_steps.step(chosen, next(stream), self.clip_weights) for _ in range(steps)]
         return [float(loss) for loss in losses]

@@ -15,7 +15,7 @@ from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
 from ..errors import named, require_integer
-from ..hyperparameters.protocol import knows_its_curvature
+from ..hyperparameters.protocol import diagonal_of, knows_its_curvature
 from ..passes import graph
 from ..problem import Passes, Problem
 from ..solvers.system import Preconditioner, Product
@@ -91,9 +91,7 @@ class KFAC(Curvature):
             total = factors.scaled(weight) if total is None else total.plus(factors.scaled(weight))
         assert total is not None
         with torch.no_grad():
-            rest: Tree = {}
-            if knows_its_curvature(self.rest):
-                rest = dict(self.rest.curvature_diagonal(problem.model))
+            rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
             return _Inverse(total, rest)
 
 

@@ -16,9 +16,14 @@ _FORWARDS = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3
 
 
 def supported(module: nn.Module) -> bool:
-    """Whether a layer has factors: it is one of torch's own, with an unchanged forward pass, and not too large."""
+    """Whether a layer has factors: one of torch's own, with an unchanged forward pass, not too large and not empty."""
     weight = module._parameters.get("weight")
-    if type(module).forward not in _FORWARDS or "forward" in vars(module) or weight is None:
+    if (
+        type(module).forward not in _FORWARDS
+        or "forward" in vars(module)
+        or weight is None
+        or not weight.numel()
+    ):
         return False
     if isinstance(module, nn.Embedding):
         changed = module.sparse or module.scale_grad_by_freq or module.max_norm is not None

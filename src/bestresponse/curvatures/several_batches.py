@@ -21,12 +21,16 @@ def linear_system(curvature: Curvature, passes: Passes, batch: Any) -> Linearisa
 
     A warning names the weights that it does not reach, once. Weights that a kink holds are left out of its products.
     """
-    if isinstance(batch, Batches):
-        system: Linearisation = MeanLinearisation(curvature, passes, batch)
-    else:
-        system = curvature.linearise(passes, batch)
+    system = linearised(curvature, passes, batch)
     warn_of_unreached(passes.problem, system.names)
     return without_held(system, passes.problem)
+
+
+def linearised(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
+    """The linearisation of one batch, or the mean over `Batches`."""
+    if isinstance(batch, Batches):
+        return MeanLinearisation(curvature, passes, batch)
+    return curvature.linearise(passes, batch)
 
 
 class MeanLinearisation(Linearisation):
@@ -79,6 +83,19 @@ class MeanLinearisation(Linearisation):
         if last:
             self._parts = []
         return total
+
+    def outputs(self) -> list[Tensor]:
+        return self._of_each(lambda part: part.outputs())
+
+    def pushed(self, v: Tree) -> list[Tensor]:
+        return self._of_each(lambda part: part.pushed({name: v[name] for name in part.names}))
+
+    def _of_each(self, tensors: Callable[[Linearisation], list[Tensor]]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for number in range(len(self._batches)):
+            with self._part(number) as part:
+                found += tensors(part)
+        return found
 
     def _add_product(self, total: Tree, number: int, weight: float, v: Tree) -> Tree:
         with self._part(number) as part:

@@ -10,7 +10,13 @@ from torch.autograd.graph import GradientEdge
 
 from .._tree import Tree
 from ..errors import ArgumentTypeError, EvaluationError, require_parameters
-from ..hyperparameters.protocol import KnownCurvature, knows_its_curvature, knows_its_mixed_term
+from ..hyperparameters.protocol import (
+    KnownCurvature,
+    diagonal_of,
+    knows_its_curvature,
+    knows_its_mixed_term,
+    mixed_products,
+)
 from ..passes import graph
 from ..passes.checked_loss import checked_loss, refuse_not_finite
 from ..problem import Passes
@@ -131,9 +137,11 @@ class SplitLinearisation(Linearisation):
 
     def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """The rest's part, from the module if the module knows it."""
-        rates = dict(self._term.named_parameters()) if isinstance(self._term, nn.Module) else {}
-        if rates and knows_its_mixed_term(self._term):
-            known = {id(rates[n]): x for n, x in self._term.mixed_product(self._model, v).items()}
+        named = (
+            self._term.named_parameters(remove_duplicate=False) if isinstance(self._term, nn.Module) else ()
+        )
+        if (rates := dict(named)) and knows_its_mixed_term(self._term):
+            known = mixed_products(self._term, rates, self._model, v)
             return [known.get(id(p)) for p in inputs]
         self._rest = self._rest or self._gradient(self._rest_loss)
         return graph.vector_product(self._rest, inputs, v, retain_graph=True)
@@ -163,7 +171,7 @@ def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple
     if rest is None:
         return passes.train_loss(batch) - fitted, None
     if isinstance(rest, KnownCurvature):
-        diagonal = dict(rest.curvature_diagonal(problem.model)) if knows_its_curvature(rest) else None
+        diagonal = diagonal_of(rest, problem.model) if knows_its_curvature(rest) else None
         return rest(problem.model), diagonal
     value = rest(problem.model, problem.hyper, batch)
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None

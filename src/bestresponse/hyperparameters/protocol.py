@@ -20,6 +20,8 @@ from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor, nn
 
+from ..errors import EvaluationError
+
 
 @runtime_checkable
 class Bounded(Protocol):
@@ -66,7 +68,10 @@ class KnownMixedTerm(KnownCurvature, Protocol):
     """A term Ω(w, λ) that also knows its mixed second derivative."""
 
     def mixed_product(self, model: nn.Module, v: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The product v · ∂²Ω/∂w∂λ, by hyperparameter; ``v`` has tensors by weight and may lack some."""
+        """The product v · ∂²Ω/∂w∂λ, by hyperparameter; ``v`` has tensors by weight and may lack some.
+
+        If a parameter has two names, the products under both names are added.
+        """
         ...
 
 
@@ -99,6 +104,50 @@ def knows_its_mixed_term(term: object) -> TypeGuard[KnownMixedTerm]:
         and _follows(term, "mixed_product", "forward")
         and _follows(term, "mixed_product", "curvature_diagonal")
     )
+
+
+def diagonal_of(term: KnownCurvature, model: nn.Module) -> dict[str, Tensor]:
+    """The curvature that a term provides, by weight.
+
+    Raises:
+        EvaluationError: a name is not that of a weight.
+    """
+    diagonal = dict(term.curvature_diagonal(model))
+    if unknown := sorted(diagonal.keys() - dict(model.named_parameters()).keys()):
+        raise EvaluationError(
+            f"curvature_diagonal() of {type(term).__name__} must name weights of the model; got {unknown[:5]}. Return "
+            "tensors by the names of model.named_parameters()."
+        )
+    return diagonal
+
+
+def mixed_products(
+    term: KnownMixedTerm, parameters: Mapping[str, Tensor], model: nn.Module, v: Mapping[str, Tensor]
+) -> dict[int, Tensor]:
+    """The mixed products that a term provides, by the identity of its parameters.
+
+    Args:
+        term: the term.
+        parameters: all parameters of the term, by all their names.
+        model: the model.
+        v: tensors by weight.
+
+    Raises:
+        EvaluationError: a name is not that of a parameter, or a product has another shape.
+    """
+    total: dict[int, Tensor] = {}
+    for name, product in term.mixed_product(model, v).items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.shape != product.shape:
+            shapes = {n: list(p.shape) for n, p in parameters.items()}
+            raise EvaluationError(
+                f"mixed_product() of {type(term).__name__} must have the names and shapes of its parameters, as in "
+                f"{dict(list(shapes.items())[:5])}; got {name!r} with shape {list(product.shape)}. Return tensors by "
+                "the names of named_parameters()."
+            )
+        key = id(parameter)
+        total[key] = total[key] + product if key in total else product
+    return total
 
 
 def _follows(term: object, method: str, other: str) -> bool:

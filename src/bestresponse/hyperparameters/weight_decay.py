@@ -160,7 +160,7 @@ class WeightDecay(nn.Module):
 
     def _rates(self) -> dict[str, Tensor]:
         """The logarithmic rate of each decayed weight."""
-        rates = dict(self.named_parameters())
+        rates = dict(self.named_parameters(remove_duplicate=False))  # rates may be tied
         return {name: rates[place] for name, place in self._places.items()}
 
     def _pairs(self, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:

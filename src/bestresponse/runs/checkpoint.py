@@ -68,7 +68,7 @@ def save(tuner: SavedRun, path: str | Path) -> None:
 def load(tuner: SavedRun, path: str | Path) -> None:
     """Restore the saved run in ``tuner``; see `Tuner.load`."""
     content = _read(path)
-    problem, parts = tuner.problem, _parts(tuner)
+    problem, parts, stateful = tuner.problem, _parts(tuner), _stateful(tuner)
     for name in _MODULES:
         _check_module(name, getattr(problem, name), content["modules"][name])
     kinds = {name: type(part).__name__ for name, part in parts.items()}
@@ -93,7 +93,7 @@ def load(tuner: SavedRun, path: str | Path) -> None:
     tuner.streams.clear()
     tuner.resumed = {"streams": content["streams"], "random": content["random"]}
     waiting = list(content["callbacks"])
-    for callback in _stateful(tuner):
+    for callback in stateful:
         found = next((x for x in waiting if x[0] == type(callback).__name__), None)
         if found is not None:
             waiting.remove(found)
@@ -103,7 +103,7 @@ def load(tuner: SavedRun, path: str | Path) -> None:
 def _parts(tuner: SavedRun) -> dict[str, Any]:
     """Optimisers and schedulers, and a function that moves the weights if it has a state."""
     parts = {name: getattr(tuner, name) for name in _PARTS}
-    return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+    return {name: part for name, part in parts.items() if _has_state(name, part)}
 
 
 def _remembering(tuner: SavedRun) -> dict[str, object]:
@@ -112,7 +112,24 @@ def _remembering(tuner: SavedRun) -> dict[str, object]:
 
 
 def _stateful(tuner: SavedRun) -> list[Any]:
-    return [c for c in tuner.callbacks if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
+    return [c for c in tuner.callbacks if _has_state("the callback", c)]
+
+
+def _has_state(name: str, part: object) -> bool:
+    """Whether it has a state to save and load.
+
+    Raises:
+        ArgumentError: it can only be saved, or only be loaded.
+    """
+    has, lacks = "state_dict", "load_state_dict"
+    if not hasattr(part, has):
+        has, lacks = lacks, has
+    if hasattr(part, has) and not hasattr(part, lacks):
+        raise ArgumentError(
+            f"{name} must have both state_dict and load_state_dict, or neither; {type(part).__name__} has only {has}. "
+            f"Add {lacks}, or leave both out if it has no state."
+        )
+    return hasattr(part, has)
 
 
 def _load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:

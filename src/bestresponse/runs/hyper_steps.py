@@ -17,8 +17,8 @@ class HyperSteps:
     """
 
     def __init__(self, problem: Problem, optimizer: Optimizer) -> None:
-        self.problem = problem
-        self._first = [float(group["lr"]) for group in first_settings(optimizer)]
+        self.problem, self._optimizer = problem, optimizer
+        self._settings = first_settings(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """Make a step; ``.grad`` is empty afterwards."""
@@ -37,7 +37,8 @@ class HyperSteps:
     def _factors(self, optimizer: Optimizer) -> dict[int, float]:
         """The present learning rate of each hyperparameter, divided by its first one."""
         factors = {}
-        for group, first in zip(optimizer.param_groups, self._first, strict=True):
-            factor = float(group["lr"]) / first if first else 1.0
+        settings = self._settings if optimizer is self._optimizer else first_settings(optimizer)
+        for group, first in zip(optimizer.param_groups, settings, strict=True):
+            factor = float(group["lr"]) / float(first["lr"]) if first["lr"] else 1.0
             factors.update({id(p): factor for p in group["params"]})
         return factors

@@ -29,7 +29,7 @@ class WeightSteps:
     """
 
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
-        self.problem = problem
+        self.problem, self._first = problem, optimizer
         self._settings = first_settings(optimizer)
         self._penalties: Sequence[Kinked] = penalties_at_zero(problem)
 
@@ -59,15 +59,17 @@ class WeightSteps:
         return torch.stack(losses).sum()
 
     @contextmanager
-    def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[None]:
+    def afresh(self) -> Iterator[None]:
         """The optimiser with its original settings and empty state; both are restored at the end."""
+        optimizer = self.optimizer
         if not isinstance(optimizer, Optimizer):
             yield
             return
         kept = optimizer.state, [dict(group) for group in optimizer.param_groups]
         try:
             optimizer.state = defaultdict(dict)
-            _set_groups(optimizer, self._settings)
+            same = optimizer is self._first
+            _set_groups(optimizer, self._settings if same else first_settings(optimizer))
             yield
         finally:
             optimizer.state = kept[0]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..errors import ArgumentError, require, require_integer, require_number
+from ..errors import ArgumentError, require, require_integer, require_number, require_parameters
 from .base import Solver
 
 # The relative residual to stop at, or a function of the number of solves before this one.
@@ -24,7 +24,9 @@ class Iterative(Solver):
     def __post_init__(self) -> None:
         name = type(self).__name__
         require_integer(f"{name}.max_steps", self.max_steps, 1)
-        if not callable(self.tolerance):
+        if callable(self.tolerance):
+            require_parameters(f"{name}.tolerance", self.tolerance, "solves")
+        else:
             require_number(f"{name}.tolerance", self.tolerance)
             require(self.tolerance >= 0, f"{name}.tolerance", "≥ 0", self.tolerance)
 
@@ -41,6 +43,15 @@ class Iterative(Solver):
 
     @property
     def relative_residual(self) -> float:
-        """The tolerance of this solve; `present` has replaced a function by its number."""
-        assert not callable(self.tolerance)
+        """The tolerance as a number, for `iterate`: in a solve, `present` has replaced a function by its number.
+
+        Raises:
+            ArgumentError: the tolerance is a function.
+        """
+        if callable(self.tolerance):
+            name = type(self).__name__
+            raise ArgumentError(
+                f"{name}.relative_residual needs a tolerance that is a number; got a function of the number of solves. "
+                "Ask the solver of one solve: solver.present(solves).relative_residual."
+            )
         return self.tolerance

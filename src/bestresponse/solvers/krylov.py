@@ -275,7 +275,7 @@ def _unseen(system: System, memory: dict[str, Any]) -> float:
     start = 1.0 / system.target if system.dropped is None else system.dropped
     if "left" in memory and (system.offset or system.dropped is not None):
         share = max(1.0 - (memory["left"] / start) ** 2, 0.0) * min(start, 1.0) ** 2
-        kept = _UNSEEN_MEMORY * memory.get("unseen", 1.0)
+        kept = _UNSEEN_MEMORY * memory.get("unseen", share)
         memory["unseen"] = kept + (1.0 - _UNSEEN_MEMORY) * share
     return float(memory.get("unseen", 0.0))
 

@@ -1,7 +1,8 @@
 """Comparisons for the checks: with the earlier state of a problem, and with expected numbers."""
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,3 +47,8 @@ def relative_error(measured: Tensor, expected: Tensor) -> float:
     """‖measured − expected‖ / ‖expected‖; absolute if zero is expected."""
     scale = float(expected.norm())
     return float((measured - expected).norm()) / (scale or 1.0)
+
+
+def places(x: Tensor) -> Iterator[tuple[int, ...]]:
+    """The index of each entry, whatever the layout in memory."""
+    return itertools.product(*map(range, x.shape))

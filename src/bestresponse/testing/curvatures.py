@@ -12,7 +12,7 @@ from ..curvatures import Curvature
 from ..problem import Problem
 from ..solvers.direct import dense
 from ..verification.probe import gradient
-from .comparison import NoTrace, relative_error
+from .comparison import NoTrace, places, relative_error
 
 
 def check_curvature(
@@ -78,15 +78,15 @@ def differences(problem: Problem, batch: Any, inputs: Mapping[str, Tensor]) -> T
     columns = []
     with _tree.put_back(inputs), problem.undisturbed(twice=False) as passes:
         for parameter in inputs.values():
-            flat = parameter.detach().view(-1)
-            for index in range(flat.numel()):
+            values = parameter.detach()
+            for index in places(values):
                 column = torch.zeros(_tree.size(weights), dtype=torch.float64)
                 for shift, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
-                    kept = flat[index].clone()
-                    flat[index] += shift * step
+                    kept = values[index].clone()
+                    values[index] += shift * step
                     column += (
                         factor / (12.0 * step) * _tree.flatten(gradient(passes.train_loss(batch), weights))
                     )
-                    flat[index] = kept
+                    values[index] = kept
                 columns.append(column)
     return torch.stack(columns, dim=1)

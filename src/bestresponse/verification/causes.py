@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..curvatures import Curvature
+from ..curvatures.several_batches import linearised
 from ..errors import EvaluationError, named
 from ..passes import graph
 from . import suspects
@@ -146,7 +147,7 @@ def _is_derivative_of_field(trial: Trial, curvature: Curvature, products: bool) 
     eta = direction(hyper, problem.hyper, 5)
     with problem.undisturbed(trial.seed) as passes, Line(weights, v) as base:
         base.to(NEAR)
-        system = curvature.linearise(passes, trial.train)
+        system = linearised(curvature, passes, trial.train)
         u, v = {n: u[n] for n in system.names}, {n: v[n] for n in system.names}
         of_u, of_v = (system(u), system(v)) if products else (u, v)
         mixed = {n: x for n, x in system.mixed(v).items() if x is not None}

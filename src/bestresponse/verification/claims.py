@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..curvatures import Curvature, Hessian, Linearisation
+from ..curvatures.several_batches import linearised
 from ..passes.graph import has_kinks
 from ..problem import Passes
 from . import causes
@@ -98,7 +99,7 @@ class SecondDerivatives(Claim):
         problem = trial.problem
         if not trial.exact and has_kinks(passes.train_loss(trial.train)):
             return Verdict("unclear")
-        system = self.curvature.linearise(passes, trial.train)
+        system = linearised(self.curvature, passes, trial.train)
         v = {n: v[n] for n in system.names}
         claimed: Tree = {}
         outputs: Tree = {}
