@@ -220,7 +220,7 @@ class Tuner:
         with torch.no_grad():
             initialise(self.problem.model)
         self.problem.check_intact()
-        with self._weight_steps.afresh() if optimizer is None else nullcontext():
+        with self._weight_steps.afresh(self.weight_optimizer) if optimizer is None else nullcontext():
             chosen = optimizer or self.weight_optimizer
             losses = [self._weight_steps.step(chosen, next(stream), self.clip_weights) for _ in range(steps)]
         return [float(loss) for loss in losses]

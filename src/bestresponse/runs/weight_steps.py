@@ -59,9 +59,8 @@ class WeightSteps:
         return torch.stack(losses).sum()
 
     @contextmanager
-    def afresh(self) -> Iterator[None]:
+    def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[None]:
         """The optimiser with its original settings and empty state; both are restored at the end."""
-        optimizer = self.optimizer
         if not isinstance(optimizer, Optimizer):
             yield
             return
