@@ -91,12 +91,12 @@ class Tuner:
     ) -> None:
         method = Implicit() if method is None else method
         require_method(method)
-        self.problem, self.method = problem, method
-        self.weight_optimizer = weight_optimizer
+        check_weight_optimizer(problem, weight_optimizer)
         check_hyper_optimizer(problem, hyper_optimizer)
         schedulers = {"weight_scheduler": weight_scheduler, "hyper_scheduler": hyper_scheduler}
         check_settings(weight_steps, warmup_steps, clip_weights, policy, schedulers)
-        self.hyper_optimizer = hyper_optimizer
+        self.problem, self.method = problem, method
+        self.weight_optimizer, self.hyper_optimizer = weight_optimizer, hyper_optimizer
         self.weight_scheduler, self.hyper_scheduler = weight_scheduler, hyper_scheduler
         self.weight_steps, self.warmup_steps = weight_steps, warmup_steps
         self.clip_weights, self.policy, self.seed = clip_weights, policy, seed
