@@ -7,7 +7,7 @@ from torch import nn
 
 import bestresponse as br
 import cases
-from bestresponse.hyperparameters import WeightDecay
+from bestresponse.hyperparameters import Shrinkage, WeightDecay
 from bestresponse.hyperparameters.weight_decay import penalty
 
 
@@ -308,3 +308,71 @@ def test_a_rate_of_a_group_is_the_sum_over_its_weights():
     of_layer = [loose.log_decay.get_submodule("0").weight, loose.log_decay.get_submodule("0").bias]
     each = torch.autograd.grad(loose(net), of_layer)
     assert float(single) == pytest.approx(float(sum(g.sum() for g in each)))
+
+
+@pytest.mark.parametrize(
+    ("per", "around"),
+    [
+        ("weight", "global"),
+        ("weight", "tensor"),
+        ("weight", "unit"),
+        ("input", layer_of),
+        (layer_of, "global"),
+    ],
+)
+@pytest.mark.parametrize("power", [1, 2, 3.0])
+def test_rates_around_a_centre(per, around, power):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+    plain = WeightDecay(net, "weight", power, initial=0.2)
+    decay = WeightDecay(net, per, power, initial=0.2, around=around).double()
+    assert decay(net).item() == pytest.approx(plain(net).item())
+    with torch.no_grad():
+        for p in decay.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    br.testing.check_hyperparameters(decay, net)
+    weights = dict(net.named_parameters())
+    with torch.no_grad():
+        expected = sum((decay.values()[n] * w.abs().pow(power)).sum() for n, w in weights.items()) / power
+        assert float(decay(net)) == pytest.approx(float(expected))
+
+
+def test_shrinkage_and_bounds_around_a_centre():
+    net = nn.Linear(3, 2)
+    decay = WeightDecay(net, "weight", initial=1.0, maximum=math.e, shrinkage=0.25, around="tensor").double()
+    with torch.no_grad():
+        decay.log_centre.weight.fill_(0.5)
+        decay.log_decay.weight.copy_(torch.tensor([[1.0, -1.0, 0.0], [0.4, 0.0, 0.0]]))
+    decay.shrink_()
+    assert decay.log_decay.weight.tolist() == [[0.75, -0.75, 0.0], [pytest.approx(0.3), 0.0, 0.0]]
+    assert decay.log_centre.weight.item() == 0.5
+    decay.project_()
+    assert decay.log_decay.weight.tolist()[0] == pytest.approx([0.5, -0.75, 0.0])
+    assert decay.ranges()["log_decay.weight"] == pytest.approx((-15.0, 15.0))
+    decay.shrinkage = Shrinkage(1.0, towards=math.e)
+    decay.shrink_()
+    assert decay.values()["weight"].flatten().tolist() == pytest.approx([math.e] * 6)
+
+
+@pytest.mark.parametrize(
+    ("per", "around"), [("tensor", "weight"), ("input", "unit"), ("global", "tensor"), ("weight", "x")]
+)
+def test_a_centre_is_coarser(per, around):
+    with pytest.raises(br.Error, match="around must be"):
+        WeightDecay(model(), per, around=around)
+
+
+def test_a_centre_with_full_shrinkage_is_tuned_like_one_rate():
+    def tuned(**how):
+        torch.manual_seed(0)
+        problem, train, val = cases.network()
+        decay = WeightDecay(problem.model, initial=0.01, **how)
+        problem = br.Problem(problem.model, decay, problem.train_loss, problem.val_loss)
+        optimizers = (
+            torch.optim.SGD(problem.weights.values(), 0.1),
+            torch.optim.Adam(decay.parameters(), 0.05),
+        )
+        history = br.Tuner(problem, *optimizers, br.Implicit(br.Exact())).fit([train], [val], 10)
+        return [row["val_loss"] for row in history]
+
+    assert tuned(per="weight", around="global", shrinkage=1.0) == pytest.approx(tuned(per="global"), rel=1e-9)

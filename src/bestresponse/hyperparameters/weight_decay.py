@@ -1,18 +1,16 @@
 """Weight decay as a term of the training loss, with one rate for all weights, or for each group, or for each weight."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
 from .power_penalty import decays_of, diagonal, penalty, slope
+from .sharing import Sharing, places, require_coarser, require_sharing, shape_of
 from .shrinkage import Shrinkage, as_shrinkage
-
-Sharing = Literal["global", "tensor", "unit", "input", "weight"] | Callable[[str], str]
 
 
 class WeightDecay(nn.Module):
@@ -20,7 +18,8 @@ class WeightDecay(nn.Module):
 
     With p = 2, exp(λ_i) is what torch's optimisers call ``weight_decay``: it adds exp(λ_i) w_i to the
     gradient. The rates are stored as logarithms under the names of the weights: ``log_decay.NAME`` broadcasts against
-    the weight; per="global" has one scalar ``log_decay``.
+    the weight; per="global" has one scalar ``log_decay``. With ``around``, these are differences from ``log_centre``,
+    which is stored likewise.
 
     With p = 1 it is the lasso's penalty. A weight stays at zero if the rest of the training gradient is no larger
     than its rate: then it does not respond, and implicit hypergradients leave it out. `Tuner` lets weights stop at
@@ -36,6 +35,10 @@ class WeightDecay(nn.Module):
             is a unit, and its inputs are one. Or a function of a weight's name: the weights for which it returns the
             same name share a rate, ``log_decay.THAT_NAME``. None means "weight", or "global" with p = 1, since the
             lasso has one rate.
+        around: which weights share a centre, if any: a value of ``per`` that is coarser. Then λ = centre + difference,
+            the differences begin at zero, and shrinkage draws them to zero. Use it to shrink many rates: the centre
+            follows its own hypergradient, the sum over its weights, as a single rate would. The mean of many rates
+            does not, since Adam and RMSprop normalise the step of each.
         power: p ≥ 1; 2 is the usual decay, 1 the lasso. Between them |w| is smoothed at zero, over 1e-6.
         initial: the initial decay exp(λ).
         minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
@@ -59,17 +62,15 @@ class WeightDecay(nn.Module):
         maximum: float = math.exp(3),
         exclude: Sequence[str] = (),
         shrinkage: float | Shrinkage | None = None,
+        around: Sharing | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"WeightDecay.model must be a module; got {type(model).__name__}.")
         if per is None:
             per = "global" if power == 1 else "weight"
-        if per not in ("global", "tensor", "unit", "input", "weight") and not callable(per):
-            raise ArgumentError(
-                'WeightDecay.per must be "global", "tensor", "unit", "input" or "weight", a function of a weight\'s '
-                f"name, or None; got {per!r}."
-            )
+        require_sharing("WeightDecay.per", per)
+        require_sharing("WeightDecay.around", around or "global")
         if not power >= 1:
             raise ArgumentError(f"WeightDecay.power must be ≥ 1; got {power!r}.")
         if not 0 < minimum <= initial <= maximum < math.inf:
@@ -78,17 +79,19 @@ class WeightDecay(nn.Module):
                 f"minimum={minimum!r}, initial={initial!r}, maximum={maximum!r}."
             )
         self.per: Sharing = per
-        self.power = power
+        self.around, self.power = around, power
         self.minimum, self.maximum = minimum, maximum
         self.shrinkage = as_shrinkage("WeightDecay.shrinkage", shrinkage, 0.0)
         weights = _included(model, [exclude] if isinstance(exclude, str) else exclude)
         self.names = list(weights)
-        # The name of the parameter that has the rate of each weight.
-        self._places = _places(per, self.names)
-        first = {place: name for name, place in reversed(self._places.items())}
-        for place, name in reversed(first.items()):
-            w = weights[name]
-            _register(self, place, _full(_shape(per, w), math.log(initial), w))
+        start = math.log(initial)
+        # The name of the parameter that has the rate of each weight, and of the one with its centre.
+        self._places = places("log_decay", per, self.names)
+        self._centres = {} if around is None else places("log_centre", around, self.names)
+        self._register(self._places, per, weights, start if around is None else 0.0)
+        if around is not None:
+            self._register(self._centres, around, weights, start)
+            require_coarser(self._pairs_of_places(), dict(self.named_parameters()))
 
     def forward(self, model: nn.Module) -> Tensor:
         """Ω as a scalar.
@@ -118,37 +121,53 @@ class WeightDecay(nn.Module):
         ``v`` has tensors by weight; absent weights count as zero.
         """
         total: dict[str, Tensor] = {}
+        parameters = dict(self.named_parameters(remove_duplicate=False))
         for name, (w, rate) in self._pairs(model).items():
             if name in v:
                 decays, steep = decays_of(rate, w), slope(w, self.power)
                 part = decays.mul_(steep) if decays.shape == w.shape else decays * steep.to(decays.dtype)
-                part = part.mul_(v[name]).sum_to_size(rate.shape).to(rate.dtype)
-                at = self._places[name]
-                total[at] = total[at] + part if at in total else part
+                part = part.mul_(v[name])
+                for at in self._all_places(name):
+                    mine = part.sum_to_size(parameters[at].shape).to(parameters[at].dtype)
+                    total[at] = total[at] + mine if at in total else mine
         return total
 
     def shrink_(self, factor: float = 1.0) -> None:
         """Draw the rates together; call it after each step of the rates, before `project_` (`Tuner` does)."""
-        if self.shrinkage is not None:
-            decay = self.shrinkage.towards
-            towards = None if decay is None else math.log(decay)
-            self.shrinkage.apply_(dict(self.named_parameters()), factor, towards)
+        if self.shrinkage is None:
+            return
+        decay, parameters = self.shrinkage.towards, dict(self.named_parameters())
+        towards = None if decay is None else math.log(decay)
+        if self._centres:
+            differences = {n: p for n, p in parameters.items() if n.startswith("log_decay")}
+            self.shrinkage.apply_(differences, factor, 0.0)
+            parameters = {n: p for n, p in parameters.items() if n not in differences}
+        if not self._centres or towards is not None:
+            self.shrinkage.apply_(parameters, factor, towards)
 
     @torch.no_grad()
     def project_(self) -> None:
         """Restore the bounds of the rates; call it after each step of the rates (`Tuner` does)."""
-        for parameter in self.parameters():
-            parameter.clamp_(math.log(self.minimum), math.log(self.maximum))
+        low, high = math.log(self.minimum), math.log(self.maximum)
+        parameters = dict(self.named_parameters())
+        for name in set(self._centres.values()) or parameters:
+            parameters[name].clamp_(low, high)
+        for place, centre in self._pairs_of_places():
+            parameters[place].clamp_(low - parameters[centre], high - parameters[centre])
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """The range to search for each parameter: between the logarithms of ``minimum`` and ``maximum``."""
-        limits = math.log(self.minimum), math.log(self.maximum)
-        return {name: limits for name, _ in self.named_parameters()}
+        """The range to search for each parameter: the logarithms of the bounds, or their differences from a centre."""
+        low, high = math.log(self.minimum), math.log(self.maximum)
+        apart = (low - high, high - low)
+        return {
+            name: apart if self._centres and name.startswith("log_decay") else (low, high)
+            for name, _ in self.named_parameters()
+        }
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
         """The decays exp(λ) in plain numbers, by weight; under "all" if all weights share one."""
-        if self.per == "global":
+        if self.per == "global" and not self._centres:
             return {"all": self._rates()[self.names[0]].exp()}
         return {name: rate.exp() for name, rate in self._rates().items()}
 
@@ -160,8 +179,27 @@ class WeightDecay(nn.Module):
 
     def _rates(self) -> dict[str, Tensor]:
         """The logarithmic rate of each decayed weight."""
-        rates = dict(self.named_parameters(remove_duplicate=False))  # rates may be tied
-        return {name: rates[place] for name, place in self._places.items()}
+        known = dict(self.named_parameters(remove_duplicate=False))  # rates may be tied
+        rates: dict[str, Tensor] = {name: known[place] for name, place in self._places.items()}
+        return {n: rate + known[self._centres[n]] for n, rate in rates.items()} if self._centres else rates
+
+    def _all_places(self, name: str) -> list[str]:
+        """The parameters whose sum is the rate of a weight."""
+        return [table[name] for table in (self._places, self._centres) if table]
+
+    def _pairs_of_places(self) -> set[tuple[str, str]]:
+        """Each parameter of differences with its centre."""
+        return {(self._places[name], centre) for name, centre in self._centres.items()}
+
+    def _register(
+        self, table: Mapping[str, str], sharing: Sharing, weights: Mapping[str, Tensor], start: float
+    ) -> None:
+        """Register the parameters of these names, in the order of the weights."""
+        seen = set()
+        for name, place in table.items():
+            if place not in seen:
+                seen.add(place)
+                _register(self, place, _full(shape_of(sharing, weights[name]), start, weights[name]))
 
     def _pairs(self, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
         """Each decayed weight with its logarithmic rate."""
@@ -174,7 +212,7 @@ class WeightDecay(nn.Module):
                     f"WeightDecay needs the weight {name!r} that it was made for; the model has "
                     f"{list(weights)[:5]}. Call it with the model that it was made for, without a wrapper."
                 )
-            if _shape(self.per, w) != rate.shape:
+            if shape_of(self.per, w) != rate.shape:
                 raise EvaluationError(
                     f"WeightDecay has rates of shape {list(rate.shape)} for {name!r}; the model's weight has shape "
                     f"{list(w.shape)}. Make a new WeightDecay(model)."
@@ -202,32 +240,6 @@ def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Paramete
             f"tensors, and exclude={list(exclude)} leaves none."
         )
     return kept
-
-
-def _places(per: Sharing, names: Sequence[str]) -> dict[str, str]:
-    """The name of the parameter with the rate of each weight."""
-    if not callable(per):
-        return {name: "log_decay" if per == "global" else f"log_decay.{name}" for name in names}
-    groups = {name: per(name) for name in names}
-    parts = set(groups.values())
-    for group in parts:
-        inside = isinstance(group, str) and [g for g in parts if str(g).startswith(f"{group}.")]
-        if not isinstance(group, str) or not all(group.split(".")) or inside:
-            raise ArgumentError(
-                "the function WeightDecay.per must return the name of a group, such as 'encoder', which is not the "
-                f"beginning of another group's name; got {group!r}."
-            )
-    return {name: f"log_decay.{group}" for name, group in groups.items()}
-
-
-def _shape(per: Sharing, w: Tensor) -> torch.Size:
-    """The shape of the rates of a tensor."""
-    if per == "weight" or (per == "unit" and w.ndim == 1):
-        return w.shape
-    if w.ndim < 2 or per not in ("unit", "input"):
-        return torch.Size()
-    kept = 0 if per == "unit" else 1
-    return torch.Size(n if d == kept else 1 for d, n in enumerate(w.shape))
 
 
 def _full(shape: Sequence[int], value: float, like: Tensor) -> nn.Parameter:
