@@ -139,18 +139,18 @@ def of_words(seed: int, folder: Path | None, many: bool = True) -> Setting:
         br.losses.CrossEntropy(lambda b: b[1].flatten()),
         None,
     )
-    return Setting(problem, train, val, val, test, descent, split, 150, 10, 0.25)
+    return Setting(problem, train, val, val, test, descent, split, 100, 10, 0.25)
 
 
 SETTINGS: dict[str, Callable[[int, Path | None], Setting]] = {
     "mlp": lambda seed, folder: of_images(mlp, seed, folder, 600),
-    "cnn": lambda seed, folder: of_images(cnn, seed, folder, 600),
+    "cnn": lambda seed, folder: of_images(cnn, seed, folder, 250),
     "softmax": lambda seed, folder: of_digits(seed),
     "lstm": of_words,
 }
 FEW: dict[str, Callable[[int, Path | None], Setting]] = {
     "mlp": lambda seed, folder: of_images(mlp, seed, folder, 600, "global"),
-    "cnn": lambda seed, folder: of_images(cnn, seed, folder, 600, "global"),
+    "cnn": lambda seed, folder: of_images(cnn, seed, folder, 250, "global"),
     "softmax": lambda seed, folder: of_digits(seed, "global"),
     "lstm": lambda seed, folder: of_words(seed, folder, False),
 }

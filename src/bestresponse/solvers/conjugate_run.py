@@ -11,11 +11,20 @@ from .system import Status, System
 
 
 class Run:
-    """The iterate, its residual (stored in b), the best iterate, and the curvature met so far."""
+    """The iterate, its residual (stored in b), the best iterate, and the curvature met so far.
 
-    def __init__(self, system: System) -> None:
+    Args:
+        system: the system to solve.
+        most: the largest number of steps.
+        keeps: whether a step that meets negative curvature ends the solve with the iterate before it, instead of with a
+            failure.
+    """
+
+    def __init__(self, system: System, most: int, keeps: bool = False) -> None:
         self.x, self.r = _tree.zeros_like(system.b), system.b
-        self.step = 0
+        self.step, self.most, self._keeps = 0, most, keeps
+        # Whether the solve ended at the iterate before negative curvature.
+        self.cut = False
         self.residual = self.smallest = 1.0
         # The residual's norm after it was computed from the iterate; None after a step.
         self.known: float | None = 1.0
@@ -79,6 +88,9 @@ class Run:
             self._kept, self.smallest = _tree.zeros_like(self.x), 1.0
         elif scaled > rounding:
             return True
+        elif self._keeps and self.step:
+            self.cut = True
+            return False
         self.status = Status.NEGATIVE_CURVATURE
         return False
 

@@ -8,6 +8,7 @@ from typing import Any
 from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, require, require_integer, require_number
+from .adaptation import FIRST_DAMPING, after_failure, after_success, limit_of
 from .base import Solver, Wants
 from .conjugate_run import Run
 from .iterative import Iterative
@@ -25,12 +26,6 @@ from .system import Counted, Product, Report, Solution, Status, System, no_uniqu
 _CHECK_EVERY = 10
 # The residual of a good iterate exceeds that of zero on an ill-conditioned system, but hardly by this much.
 _RUNAWAY = 100.0
-_FIRST_DAMPING = 1e-4
-_RAISE = 10.0
-# The damping, as a share of the largest curvature, in a warm-started run whose last solution says nothing about the
-# next system. Batches with fewer examples than weights have a null space, which a solve with less damping follows
-# to its end.
-_UNSEEN_DAMPING, _UNSEEN_MEMORY = 1.5e-2, 0.7
 _UNDERDAMPED = (Status.NEGATIVE_CURVATURE, Status.DIVERGED)
 _RAISES = 5
 # The first solve of a warm-started run makes up to so many steps, while the residual falls and is above this value.
@@ -139,7 +134,13 @@ class ConjugateGradient(Iterative):
     def iterate(self, system: System) -> Solution:
         damping = None if self._chooses_now(system) else self.shift(system.memory)
         goal = system.target * self.relative_residual
-        run = Run(system)
+        # Along a run, an iterate before negative curvature is kept, and the number of steps adapts.
+        adapts = self.damping is None and system.offset > 0.0
+        run = Run(
+            system,
+            min(self.max_steps, limit_of(system, self.max_steps) if adapts else self.max_steps),
+            adapts,
+        )
         precondition = self._preconditioner(system, damping)
         p: Tree | None = None
         rz = 1.0
@@ -149,7 +150,7 @@ class ConjugateGradient(Iterative):
             along, square = _tree.dot(p, product), _tree.dot(p, p)
             if damping is None:
                 size = _tree.norm(product) / math.sqrt(square)
-                damping = _FIRST_DAMPING * size if math.isfinite(size) else 0.0
+                damping = FIRST_DAMPING * size if math.isfinite(size) else 0.0
             curvature = along + damping * square
             if run.lanczos:
                 run.pivots.append(curvature / rz)
@@ -171,7 +172,7 @@ class ConjugateGradient(Iterative):
 
     def _must_compute(self, run: Run, goal: float, damping: float) -> bool:
         """Whether to compute the residual: at regular intervals, and wherever the recurrence may be rounding."""
-        last = run.step == self.max_steps
+        last = run.step == run.most
         now_and_then = run.at_rounding if last else run.step % _CHECK_EVERY == 0
         return now_and_then or run.residual <= max(goal, 10.0 * run.drift(damping))
 
@@ -185,7 +186,7 @@ class ConjugateGradient(Iterative):
         return _tree.add_(_tree.scale_(p, rz / previous), z), rz
 
     def _goes_on(self, run: Run, goal: float, target: float) -> bool:
-        return run.residual > goal and run.step < self.max_steps
+        return run.residual > goal and run.step < run.most
 
     def _preconditioner(self, system: System, damping: float | None) -> Product:
         """The preconditioner for the whole solve; None for a solve that has not chosen its damping yet."""
@@ -213,7 +214,7 @@ class ConjugateGradient(Iterative):
             status = Status.DIVERGED
         met = (run.lowest, run.highest) if run.lowest <= run.highest else None
         ritz = None if self._preconditioned else run.ritz_values(damping)  # else they are those of M⁻¹A
-        detail = ""
+        detail = "ended before negative curvature" if run.cut else ""
         if status is Status.DIVERGED:
             detail = f"the last residual was {run.residual / system.target:.2g} times that of zero"
         elif run.exhausted or (status is Status.STEPS_USED and run.residual <= goal):
@@ -246,12 +247,11 @@ class ConjugateGradient(Iterative):
             memory["pairs"] = [*_kept_pairs(system), *run.pairs][-self.recycle :]
         if self.damping is None and run.lowest <= run.highest:
             if report.status in _UNDERDAMPED:
-                memory["damping"] = max(_RAISE * damping, -2.0 * run.lowest)
+                memory |= after_failure(damping, run.lowest)
             else:
                 assert report.residual is not None
-                floor = _FIRST_DAMPING + _UNSEEN_DAMPING * _unseen(system, memory)
-                memory["damping"] = max(damping / 2.0, floor * run.highest)
-                memory["left"] = report.residual / system.target
+                left = report.residual / system.target
+                memory |= after_success(system, damping, run.highest, left, run.step, run.cut, self.max_steps)
         return memory
 
 
@@ -264,20 +264,6 @@ class _Opening(ConjugateGradient):
     def _goes_on(self, run: Run, goal: float, target: float) -> bool:
         promising = _FIRST_RESIDUAL * target < run.residual <= min(run.smallest, target)
         return (run.step < self.least or promising) and super()._goes_on(run, goal, target)
-
-
-def _unseen(system: System, memory: dict[str, Any]) -> float:
-    """A running mean, from 0 to 1, of the share of a start's squared residual that its own system had not left.
-
-    Zero if systems do not change, however large the residual after a few steps; one if the last solution says nothing
-    about the next system.
-    """
-    start = 1.0 / system.target if system.dropped is None else system.dropped
-    if "left" in memory and (system.offset or system.dropped is not None):
-        share = max(1.0 - (memory["left"] / start) ** 2, 0.0) * min(start, 1.0) ** 2
-        kept = _UNSEEN_MEMORY * memory.get("unseen", share)
-        memory["unseen"] = kept + (1.0 - _UNSEEN_MEMORY) * share
-    return float(memory.get("unseen", 0.0))
 
 
 def _kept_pairs(system: System) -> list[Pair]:
