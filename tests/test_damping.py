@@ -199,3 +199,64 @@ def test_the_chosen_damping_follows_what_the_last_solution_says_of_the_next_syst
     same, another = found.values()
     assert same == pytest.approx(1e-4, rel=0.5)
     assert 0.004 < another < 0.02
+
+
+def solved(solver, values, b, last, generator):
+    """A solve from the last solution, in a random basis with these eigenvalues."""
+    matrix = symmetric(torch.tensor(values), generator)
+    start, memory = (None, None) if last is None else (last.x, last.memory)
+    return solver.solve(lambda v: {"x": matrix @ v["x"]}, {"x": b}, start=start, memory=memory)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_along_a_run_the_iterate_before_negative_curvature_is_kept(scale):
+    generator = torch.Generator().manual_seed(SEED)
+    solver = br.ConjugateGradient(4, damping=None)
+    good = [scale * x for x in (3.0, 2.0, 1.5, 1.0, 0.5, 0.2)]
+    b = torch.randn(6, generator=generator)
+    last = None
+    for _ in range(4):
+        last = solved(solver, good, b, last, generator)
+    damping, before = last.memory["damping"], last.x["x"]
+    basis = torch.linalg.qr(torch.randn(6, 6, generator=generator))[0]
+    matrix = (basis * torch.tensor([*good[:5], -2.0 * scale])) @ basis.T
+    # The first direction is the residual, along which the curvature is positive; along the second one it is not.
+    residual = 3 * basis[:, 0] + basis[:, 5]
+    b = (matrix + damping * torch.eye(6)) @ before + residual
+    cut = solver.solve(lambda v: {"x": matrix @ v["x"]}, {"x": b}, start=last.x, memory=last.memory)
+    assert (cut.report.status, cut.report.steps, cut.report.products) == (Status.STEPS_USED, 1, 3)
+    assert cut.report.indefinite
+    assert "ended before negative curvature" in cut.report.detail
+    along = residual @ (matrix + damping * torch.eye(6)) @ residual / (residual @ residual)
+    torch.testing.assert_close(cut.x["x"], before + residual / along)
+    assert cut.memory["limit"] == 1
+
+    last, steps = cut, []
+    for _ in range(70):
+        last = solved(solver, good, b, last, generator)
+        steps.append(last.report.steps)
+    assert steps[0] == 1
+    assert set(steps) > {1, 2}
+
+
+def test_a_start_that_is_dropped_makes_the_next_solves_shorter():
+    generator = torch.Generator().manual_seed(SEED)
+    solver, values = br.ConjugateGradient(4, damping=None), [3.0, 2.0, 1.5, 1.0, 0.5, 0.2]
+    last = solved(solver, values, torch.randn(6, generator=generator), None, generator)
+    last = solved(solver, values, 1e-3 * torch.randn(6, generator=generator), last, generator)
+    assert not last.report.warm
+    assert last.memory["limit"] == 3
+    last = solved(solver, values, 1e-3 * torch.randn(6, generator=generator), last, generator)
+    assert last.report.warm
+    assert last.report.steps == 3
+
+
+def test_single_solves_make_all_their_steps():
+    generator = torch.Generator().manual_seed(SEED)
+    solver, memory = br.ConjugateGradient(4, damping=None), {"limit": 1, "damping": 0.1}
+    for _ in range(3):
+        matrix = symmetric(torch.tensor([3.0, 2.0, 1.5, 1.0, 0.5, 0.2]), generator)
+        b = {"x": torch.randn(6, generator=generator)}
+        solution = solver.solve(lambda v, m=matrix: {"x": m @ v["x"]}, b, memory=memory)
+        memory = solution.memory
+        assert solution.report.steps == 4

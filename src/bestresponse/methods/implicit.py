@@ -33,8 +33,8 @@ class Implicit(CurvatureMethod):
     It is exact where w is a stationary point of the training loss and the solve is exact.
 
     Args:
-        solver: how to invert A; None is the recommended solver: conjugate gradient of four steps a
-            call, warm-started, with automatic damping.
+        solver: how to invert A; None is the recommended solver: conjugate gradient of at most four steps a
+            call, warm-started, with automatic damping and fewer steps where batches are noisy.
         curvature: which A to use.
         warm_start: whether a call starts from the last solution of the same method object; None means
             True exactly when no solver was given. The first solve of a warm-started conjugate

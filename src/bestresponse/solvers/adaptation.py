@@ -16,7 +16,7 @@ _UNDISTURBED = 20
 
 def limit_of(system: System, most: int) -> int:
     """The number of steps for a solve that starts from the last solution."""
-    return int(system.memory.get("limit", most))
+    return min(int(system.memory.get("limit", most)), most)  # the first solve of a run may make more steps
 
 
 def after_failure(damping: float, lowest: float) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from .base import Solver, Wants
 from .conjugate_run import Run
 from .iterative import Iterative
 from .preconditioning import (
-    Pair,
     check_preconditioner,
     diagonal_inverse,
     given_preconditioner,
+    kept_pairs,
     pair,
     quasi_newton,
     source_of,
@@ -55,7 +55,9 @@ class ConjugateGradient(Iterative):
             negative curvature or diverges, after which the solve begins again; halved after each solve that does
             neither, but not below (1e-4 + 0.015 ρ) of the largest curvature. ρ ≤ 1 measures how little the last
             solution says about the next system: it is a running mean of the share of a warm start's squared residual
-            that its own system had not left.
+            that its own system had not left. From a warm start, a solve that meets negative curvature after a step
+            keeps that step's iterate instead. The next solves then make no more steps than it made, and one step fewer
+            after a start that was dropped; after every twenty undisturbed solves they may make one step more.
         recycle: the number r of pairs (p, A p) of earlier solves to keep, 2 r vectors, as a
             limited-memory quasi-Newton preconditioner; 0 keeps none. It helps if successive systems
             change little, as with full batches.
@@ -136,11 +138,7 @@ class ConjugateGradient(Iterative):
         goal = system.target * self.relative_residual
         # Along a run, an iterate before negative curvature is kept, and the number of steps adapts.
         adapts = self.damping is None and system.offset > 0.0
-        run = Run(
-            system,
-            min(self.max_steps, limit_of(system, self.max_steps) if adapts else self.max_steps),
-            adapts,
-        )
+        run = Run(system, limit_of(system, self.max_steps) if adapts else self.max_steps, adapts)
         precondition = self._preconditioner(system, damping)
         p: Tree | None = None
         rz = 1.0
@@ -194,7 +192,7 @@ class ConjugateGradient(Iterative):
         initial = None if diagonal is None or damping is None else diagonal_inverse(diagonal, damping)
         if self.preconditioner is not None:
             initial = given_preconditioner(self.preconditioner, system, damping)
-        pairs = _kept_pairs(system) if self.recycle else []
+        pairs = kept_pairs(system) if self.recycle else []
         if pairs and damping is not None:
             return quasi_newton(pairs, initial)
         return initial or (lambda r: r)
@@ -244,7 +242,7 @@ class ConjugateGradient(Iterative):
         """The memory for the next solve: pairs, and the next damping."""
         memory = dict(system.memory)
         if self.recycle and not report.status.failed:
-            memory["pairs"] = [*_kept_pairs(system), *run.pairs][-self.recycle :]
+            memory["pairs"] = [*kept_pairs(system), *run.pairs][-self.recycle :]
         if self.damping is None and run.lowest <= run.highest:
             if report.status in _UNDERDAMPED:
                 memory |= after_failure(damping, run.lowest)
@@ -264,12 +262,3 @@ class _Opening(ConjugateGradient):
     def _goes_on(self, run: Run, goal: float, target: float) -> bool:
         promising = _FIRST_RESIDUAL * target < run.residual <= min(run.smallest, target)
         return (run.step < self.least or promising) and super()._goes_on(run, goal, target)
-
-
-def _kept_pairs(system: System) -> list[Pair]:
-    """The pairs of earlier solves, unless the number, precision or device of the weights has changed."""
-    pairs: list[Pair] = system.memory.get("pairs", [])
-    n, dtype = _tree.size(system.b), _tree.vector_dtype(system.b)
-    device = next(iter(system.b.values())).device
-    fits = all(s.numel() == n and s.dtype == dtype and s.device == device for s, _ in pairs)
-    return pairs if fits else []

@@ -23,6 +23,15 @@ def pair(p: Tree, product: Tree, damping: float, curvature: float) -> Pair:
     return s.mul(size), y.add_(s, alpha=damping).mul_(size)
 
 
+def kept_pairs(system: System) -> list[Pair]:
+    """The pairs of earlier solves, unless the number, precision or device of the weights has changed."""
+    pairs: list[Pair] = system.memory.get("pairs", [])
+    n, dtype = _tree.size(system.b), _tree.vector_dtype(system.b)
+    device = next(iter(system.b.values())).device
+    fits = all(s.numel() == n and s.dtype == dtype and s.device == device for s, _ in pairs)
+    return pairs if fits else []
+
+
 def check_preconditioner(owner: str, preconditioner: object) -> None:
     """Raise unless a solver's argument is None, a function, or a curvature with an inverse."""
     known = (
