@@ -16,11 +16,12 @@ from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, Evalu
 from .hyperparameters.protocol import knows_its_curvature
 from .memory import MethodState, settings_of
 from .parameters import split
+from .parts import Undivided
 from .passes.substitution import Loss
 from .passes.watch import Watch
 
 
-class Problem:
+class Problem(Undivided):
     """Two losses over weights w and hyperparameters λ.
 
     λ* = argmin_λ L_V(w*(λ), λ),  w*(λ) = argmin_w L_T(w, λ).    (equation 1 of the paper)

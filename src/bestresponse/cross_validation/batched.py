@@ -1,0 +1,108 @@
+"""Losses of several folds in one batched computation."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..curvatures import Hessian
+from ..methods import Direct, Implicit, Method, Unrolled
+from ..passes import random_state
+from ..passes.forms import second_derivatives
+from ..passes.substitution import Loss, Losses, places
+
+# By how much the values of losses that are computed batched and in turn may differ, in units of the precision.
+_ROUNDING = 1e4
+
+
+def runs_joined(method: Method) -> bool:
+    """Whether a method gives each fold its own answer if it runs on the joined losses of all folds.
+
+    No number may depend on the weights of several folds, other than in the solver, of which each fold has its own.
+    """
+    if type(method) is Implicit:
+        assert method.solver is not None
+        wants = method.solver.wants
+        return type(method.curvature) is Hessian and wants.preconditioner is None and not wants.fresh_batches
+    if type(method) is Unrolled:  # a setting that is a function may return a dict by weight
+        settings = [getattr(x, f.name) for x in (method, method.rule) for f in fields(x)]
+        return not any(callable(x) for x in settings)
+    return type(method) is Direct
+
+
+def alike(batches: Sequence[Any]) -> list[list[int]]:
+    """The numbers of the folds, grouped by the shapes of their batches."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, batch in enumerate(batches):
+        groups.setdefault(_layout(batch, number), []).append(number)
+    return list(groups.values())
+
+
+def _layout(batch: Any, number: int) -> Hashable:
+    """What must agree for two batches to be stacked; ``number`` itself for one that can't be."""
+    leaves, spec = pytree.tree_flatten(batch)
+    found: list[Hashable] = [str(spec)]
+    for x in leaves:
+        if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided:
+            found.append((x.shape, x.dtype, x.device))
+        elif x is None or isinstance(x, int | float | str):
+            found.append((type(x), x))
+        else:
+            return number
+    return tuple(found)
+
+
+def together(
+    loss: Loss, models: Sequence[nn.Module], hyper: nn.Module, batches: Sequence[Any], names: Sequence[str]
+) -> Tensor:
+    """The losses of several folds, [K], by vmap over their stacked weights and batches of equal shapes."""
+    parameters = [dict(model.named_parameters()) for model in models]
+    weights = {name: torch.stack([own[name] for own in parameters]) for name in names}
+    flat, spec = zip(*map(pytree.tree_flatten, batches), strict=True)
+    stacked = [torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in zip(*flat, strict=True)]
+    root = Losses(models[0], hyper)
+    where = places(root, {name: parameters[0][name] for name in names})
+
+    def one(weights: dict[str, Tensor], leaves: list[Any]) -> Tensor:
+        placed = {place: weights[name] for place, name in where.items()}
+        batch = pytree.tree_unflatten(leaves, spec[0])
+        value: Tensor = torch.func.functional_call(root, placed, (loss, batch), tie_weights=False)
+        return value
+
+    dims = [0 if isinstance(x, Tensor) else None for x in stacked]
+    losses: Tensor = torch.func.vmap(one, in_dims=(0, dims), randomness="different")(weights, stacked)
+    return losses
+
+
+def runs_batched(
+    loss: Loss, models: Sequence[nn.Module], hyper: nn.Module, batches: Sequence[Any], names: Sequence[str]
+) -> bool:
+    """Whether a loss runs batched with its second derivatives, and has the values that it has in turn."""
+    before = random_state.snapshot()
+    try:
+        with torch.enable_grad(), second_derivatives():
+            losses = together(loss, models, hyper, batches, names)
+            drawn = not _same(before, random_state.snapshot())
+            weights = [dict(model.named_parameters())[name] for model in models for name in names]
+            inputs = [w for w in weights if w.requires_grad]
+            gradient = torch.autograd.grad(losses.sum(), inputs, create_graph=True, allow_unused=True)
+            curved = [g for g in gradient if g is not None and g.requires_grad]
+            if curved:
+                torch.autograd.grad(curved, inputs, [torch.ones_like(g) for g in curved], allow_unused=True)
+            values = torch.stack([loss(m, hyper, b) for m, b in zip(models, batches, strict=True)])
+    except Exception:  # whatever vmap, the model or the loss raises: then the folds run in turn
+        return False
+    finally:
+        random_state.restore(before)
+    near = (losses - values).abs() <= _ROUNDING * torch.finfo(values.dtype).eps * values.abs().clamp(
+        min=1e-30
+    )
+    return drawn or bool(near.all())
+
+
+def _same(one: random_state.State, other: random_state.State) -> bool:
+    """Whether torch's generators have not moved."""
+    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one, other, strict=True) if isinstance(a, Tensor))
