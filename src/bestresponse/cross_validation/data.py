@@ -144,7 +144,7 @@ def splits(folds: Any, length: int, targets: Any = None, groups: Any = None) -> 
         pairs: Iterable[Any] = [
             (torch.cat([*parts[:k], *parts[k + 1 :]]), part) for k, part in enumerate(parts)
         ]
-    elif callable(getattr(folds, "split", None)):
+    elif not isinstance(folds, str | Tensor) and callable(getattr(folds, "split", None)):
         given = (x.cpu().numpy() if isinstance(x, Tensor) else x for x in (targets, groups))
         pairs = folds.split([[0]] * length, *given)
     elif isinstance(folds, Iterable) and not isinstance(folds, str | Tensor):

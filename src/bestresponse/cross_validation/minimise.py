@@ -138,7 +138,8 @@ class _Pairs:
     def direction(self, slope: Tensor, free: Tensor) -> Tensor:
         """−H slope, by the two-loop recursion, without the weights that are not free."""
         if self._scale is None:
-            return -slope * free / torch.linalg.vector_norm(slope, dim=1, keepdim=True).clamp(min=1.0)
+            size: Tensor = torch.linalg.vector_norm(slope, dim=1, keepdim=True)
+            return -slope * free / size.clamp(min=1.0)
         q: Tensor = slope * free
         factors: list[Tensor] = []
         for step, change, inverse in reversed(self._pairs):
