@@ -179,8 +179,11 @@ class Folds(Problem):
         """Whether a loss runs batched for two folds of a batch at least."""
         pieces = [self._checked(piece) for piece, _ in weighted(batch)]
         if self._batched[which] is None:
-            with random_state.seeded(0), torch.no_grad():
-                self._each(which, self.model, self.hyper, pieces[0])
+            try:
+                with random_state.seeded(0), torch.no_grad():
+                    self._each(which, self.model, self.hyper, pieces[0])
+            except Exception:  # any error of a loss, which the passes of the folds raise again and explain
+                return False
         return bool(self._batched[which]) and all(len(alike(piece)) < len(piece) for piece in pieces)
 
     def _of_fold(self, batch: Any, k: int) -> Any:

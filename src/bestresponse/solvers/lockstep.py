@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import torch
+
 from .._tree import Tree
 from .system import Product
 
@@ -27,6 +29,8 @@ def in_lockstep(iterations: Mapping[str, Callable[[Product], T]], together: Toge
     """
     events: SimpleQueue[tuple[str, str, Any]] = SimpleQueue()
     answers: dict[str, SimpleQueue[Tree | None]] = {name: SimpleQueue() for name in iterations}
+    # A thread begins on the default stream, and would not wait for the products on the caller's.
+    stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
 
     def run(name: str, iteration: Callable[[Product], T]) -> None:
         def product(v: Tree) -> Tree:
@@ -37,6 +41,8 @@ def in_lockstep(iterations: Mapping[str, Callable[[Product], T]], together: Toge
             return answer
 
         try:
+            if stream is not None:
+                torch.accelerator.set_stream(stream)
             events.put((name, "result", iteration(product)))
         except BaseException as error:
             events.put((name, "error", error))
