@@ -50,6 +50,11 @@ def network(initial=0.3, sizes=SIZES["equal"], batched=True, trained=False, **se
     return problem, train, val
 
 
+SPLIT = (
+    lambda model, hyper, batch: model(batch[0])[:, 0],
+    lambda outputs, batch: F.mse_loss(outputs, batch[1]),
+    lambda model, hyper, batch: hyper(model),
+)
 METHODS = {
     "exact": br.Implicit(br.Exact()),
     "cg": br.Implicit(br.ConjugateGradient(30, tolerance=1e-12)),
@@ -58,11 +63,12 @@ METHODS = {
     "neumann": br.Implicit(br.Neumann(6)),
     "identity": br.Implicit(br.Identity()),
     "differences": br.Implicit(br.Exact(), br.FiniteDifference()),
-    "gauss-newton": br.Implicit(
+    "gauss-newton": br.Implicit(br.Exact(), br.GaussNewton(*SPLIT)),
+    "kfac": br.Implicit(br.ConjugateGradient(4, preconditioner=br.KFAC(*SPLIT)), br.GaussNewton(*SPLIT)),
+    "fisher": br.Implicit(
         br.Exact(),
-        br.GaussNewton(
-            lambda model, hyper, batch: model(batch[0])[:, 0],
-            lambda outputs, batch: F.mse_loss(outputs, batch[1]),
+        br.EmpiricalFisher(
+            lambda model, hyper, batch: (model(batch[0])[:, 0] - batch[1]).square(),
             lambda model, hyper, batch: hyper(model),
         ),
     ),
@@ -191,6 +197,20 @@ def test_weight_steps_are_those_of_the_folds_alone():
     ):
         torch.testing.assert_close(one, x)
         torch.testing.assert_close(other, x)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_tuner_looks_ahead_from_the_moments_of_each_fold(sizes):
+    runs = []
+    for batched in (True, False):
+        problem, train, val = network(sizes=SIZES[sizes], batched=batched)
+        optimizer = torch.optim.SGD(problem.weights.values(), 0.05, momentum=0.9)
+        method = br.Unrolled(3, 0.05, rule=br.rules.SGD(momentum=0.9))
+        tuner = br.Tuner(problem, optimizer, torch.optim.SGD(problem.hyper.parameters(), 1.0), method)
+        runs.append(tuner.fit([train], [val], 4))
+    for one, other in zip(*runs, strict=True):
+        assert one["hypergradient_norm"] == pytest.approx(other["hypergradient_norm"], rel=1e-9)
+        assert one["val_loss"] == pytest.approx(other["val_loss"], rel=1e-9)
 
 
 class Dropping(nn.Module):

@@ -14,6 +14,9 @@ from ..passes import graph, random_state
 from ..passes.forms import second_derivatives
 from ..passes.substitution import Loss, Losses, places
 
+# A model, the module of hyperparameters, and a batch: the arguments of a loss.
+Fold = tuple[nn.Module, nn.Module, Any]
+
 # By how much the values of losses that are computed batched and in turn may differ, in units of the precision.
 _ROUNDING = 1e4
 
@@ -55,15 +58,14 @@ def _layout(batch: Any, number: int) -> Hashable:
     return tuple(found)
 
 
-def together(
-    loss: Loss, models: Sequence[nn.Module], hyper: nn.Module, batches: Sequence[Any], names: Sequence[str]
-) -> Tensor:
+def together(loss: Loss, folds: Sequence[Fold], names: Sequence[str]) -> Tensor:
     """The losses of several folds, [K], by vmap over their stacked weights and batches of equal shapes."""
+    models, hypers, batches = zip(*folds, strict=True)
     parameters = [dict(model.named_parameters()) for model in models]
     weights = {name: torch.stack([own[name] for own in parameters]) for name in names}
     flat, spec = zip(*map(pytree.tree_flatten, batches), strict=True)
     stacked = [torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in zip(*flat, strict=True)]
-    root = Losses(models[0], hyper)
+    root = Losses(models[0], hypers[0])
     where = places(root, {name: parameters[0][name] for name in names})
 
     def one(weights: dict[str, Tensor], leaves: list[Any]) -> Tensor:
@@ -77,9 +79,7 @@ def together(
     return losses
 
 
-def runs_batched(
-    loss: Loss, models: Sequence[nn.Module], hyper: nn.Module, batches: Sequence[Any], names: Sequence[str]
-) -> bool:
+def runs_batched(loss: Loss, folds: Sequence[Fold], names: Sequence[str]) -> bool:
     """Whether a loss runs batched with its second derivatives, and has the values that it has in turn.
 
     Not if it uses a form of this library, such as that of convolutions: torch's own has slower second derivatives.
@@ -87,15 +87,15 @@ def runs_batched(
     before = random_state.snapshot()
     try:
         with torch.enable_grad(), second_derivatives():
-            losses = together(loss, models, hyper, batches, names)
+            losses = together(loss, folds, names)
             drawn = not _same(before, random_state.snapshot())
-            weights = [dict(model.named_parameters())[name] for model in models for name in names]
+            weights = [dict(model.named_parameters())[name] for model, _, _ in folds for name in names]
             inputs = [w for w in weights if w.requires_grad]
             gradient = torch.autograd.grad(losses.sum(), inputs, create_graph=True, allow_unused=True)
             curved = [g for g in gradient if g is not None and g.requires_grad]
             if curved:
                 torch.autograd.grad(curved, inputs, [torch.ones_like(g) for g in curved], allow_unused=True)
-            values = torch.stack([loss(m, hyper, b) for m, b in zip(models, batches, strict=True)])
+            values = torch.stack([loss(*fold) for fold in folds])
             if any(map(_is_form, graph.nodes([values]))):
                 return False
     except Exception:  # whatever vmap, the model or the loss raises: then the folds run in turn

@@ -14,7 +14,7 @@ from .. import _tree
 from ..errors import ArgumentError, require, require_integer, require_number
 from ..methods import Implicit, Method
 from ..passes.substitution import Loss
-from ..solvers import Exact
+from ..solvers import ConjugateGradient, Exact
 from ..tuner import Callback, Tuner
 from .bfgs import BFGS
 from .data import FoldBatches, fold_batches, whole_batches
@@ -23,6 +23,8 @@ from .minimise import Minimise
 
 # The number of weights of a fold up to which the default method solves its system exactly.
 _FEW = 300
+# The run ends if the loss has not fallen by this share for so many hyper-steps.
+_IMPROVED, _PATIENCE = 1e-6, 5
 
 _NO_RESPONSE = (
     "the hypergradient is exactly zero, so cross_validate can't tell where to go. Under an ℓ1 penalty this happens "
@@ -106,14 +108,15 @@ def cross_validate(
             ``lambda weights: torch.optim.Adam(weights, 1e-3)``.
         hyper_optimizer: a function that makes the optimiser of the hyperparameters; None means `BFGS` with `Minimise`,
             and else Adam at a rate of 0.05.
-        method: how to compute the hypergradient; None means ``Implicit(Exact())`` with `Minimise` and up to 300
-            weights, and else ``Implicit()``.
+        method: how to compute the hypergradient. None means ``Implicit()`` with a torch optimiser. With `Minimise` it
+            means ``Implicit(Exact())`` for up to 300 weights, and up to 200 steps of conjugate gradient for more.
         hyper_steps: the largest number of hyper-steps.
         weight_steps: weight steps before each hyper-step.
         warmup_steps: weight steps before the first hyper-step.
         retrain_steps: the weight steps of the final training; None means as many as each fold made, or one call of
             `Minimise`.
-        tolerance: the run stops after a hyper-step that moves no hyperparameter further than this.
+        tolerance: the run stops after a hyper-step that moves no hyperparameter further than this. With `Minimise` it
+            also stops after five hyper-steps that do not lower the loss.
         val_mode: as that of `Problem`.
         verify: as that of `Problem`.
         seed: the seed of mini-batches and hypergradients.
@@ -136,7 +139,7 @@ def cross_validate(
         )
     train, val = fold_batches(data, folds, targets=targets, groups=groups, batch_size=batch_size, seed=seed)
     problem = Folds(model, hyper, train_loss, val_loss, len(train.rows), val_mode, verify)
-    kept = _Kept(problem, tolerance)
+    kept = _Kept(problem, tolerance, _PATIENCE if exact else math.inf)
     weights = problem.weights.values()
     tuner = Tuner(
         problem,
@@ -161,15 +164,23 @@ def cross_validate(
 
 
 class _Kept:
-    """The best hyperparameters so far; stops the run when they hardly move."""
+    """The best hyperparameters so far; stops the run when they hardly move, or the loss hardly falls.
 
-    def __init__(self, problem: Folds, tolerance: float) -> None:
-        self._problem, self._tolerance = problem, tolerance
-        self._least = math.inf
+    Args:
+        problem: the folds.
+        tolerance: the largest change of a hyperparameter that counts as none.
+        patience: hyper-steps to wait for a lower loss; infinite for losses of mini-batches.
+    """
+
+    def __init__(self, problem: Folds, tolerance: float, patience: float) -> None:
+        self._problem, self._tolerance, self._patience = problem, tolerance, patience
+        self._least, self._waited = math.inf, 0
         self.best = self._before = self._now()
 
     def __call__(self, tuner: Tuner) -> None:
         row, now = tuner.history[-1], self._now()
+        improved = self._least - row["val_loss"] > _IMPROVED * abs(row["val_loss"])
+        self._waited = 0 if improved else self._waited + 1
         if row["val_loss"] < self._least:  # which belongs to the hyperparameters before the step
             self._least, self.best = row["val_loss"], self._before
         names = [n for n in self._problem.hyperparameters if now[n].numel()]
@@ -180,6 +191,8 @@ class _Kept:
             tuner.problem.warn_once("no response", _NO_RESPONSE)
         if row["stepped"] and moved <= self._tolerance:
             tuner.stop(f"the hyperparameters moved by at most {self._tolerance:g}")
+        elif self._waited >= self._patience:
+            tuner.stop(f"the loss has not fallen in {self._waited} hyper-steps")
 
     def _now(self) -> dict[str, Any]:
         return copy.deepcopy(self._problem.hyper.state_dict())
@@ -190,8 +203,12 @@ def _adam(parameters: Iterable[Tensor]) -> Optimizer:
 
 
 def _method(problem: Folds, exact: bool) -> Method:
-    """The default method: an exact solve where that is cheap and the weights are at the minimum."""
-    return Implicit(Exact()) if exact and _tree.size(problem.whole.weights) <= _FEW else Implicit()
+    """The default method: a solve that is exact, or nearly, where the weights are at the minimum."""
+    if not exact:
+        return Implicit()
+    if _tree.size(problem.whole.weights) <= _FEW:
+        return Implicit(Exact())
+    return Implicit(ConjugateGradient(max_steps=200, tolerance=1e-3), warm_start=True)
 
 
 def _losses(problem: Folds, val: FoldBatches) -> tuple[float, ...]:

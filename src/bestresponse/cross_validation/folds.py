@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import _tree
 from .._tree import Tree
 from ..batches import Batches, weighted
-from ..errors import ArgumentTypeError, EvaluationError, require_integer
+from ..errors import ArgumentTypeError, require_integer
 from ..memory import MethodState
 from ..parts import Part
 from ..passes import random_state
@@ -90,7 +90,8 @@ class Folds(Problem):
         for fold in self.folds:  # a warning about one fold is true for all, and so is a verification
             fold._warned, fold._verified = self._warned, self.folds[0]._verified
         # Whether a loss runs batched: known after its first two folds with equal shapes.
-        static = batched and not any(True for _ in model.buffers())
+        own = {id(x) for x in model.buffers()} - {id(x) for x in hyper.buffers()}
+        static = batched and not own
         self._batched: dict[str, bool | None] = dict.fromkeys(self._losses, None if static else False)
 
     def __repr__(self) -> str:
@@ -155,25 +156,17 @@ class Folds(Problem):
 
     def _each(self, which: str, model: nn.Module, hyper: nn.Module, batch: Any) -> Tensor:
         """The loss of each fold, [K]: those of equal shapes together, the others in turn."""
-        models = [model.get_submodule(f"fold{k}") for k in range(len(self.folds))]
-        loss, batches = self._losses[which], self._checked(batch)
+        loss, batches, names = self._losses[which], self._checked(batch), list(self._whole.weights)
+        models = [model.get_submodule(f"fold{k}") for k in range(len(batches))]
         values: dict[int, Tensor] = {}
-        for members in (
-            alike(batches) if self._batched[which] is not False else [[k] for k in range(len(models))]
-        ):
-            chosen, theirs = [models[k] for k in members], [batches[k] for k in members]
+        for members in alike(batches):
+            folds = [(models[k], hyper, batches[k]) for k in members]
             if len(members) > 1 and self._batched[which] is None:
-                self._batched[which] = runs_batched(loss, chosen, hyper, theirs, self._names())
-            if len(members) > 1 and self._batched[which]:
-                found: Sequence[Tensor] = together(loss, chosen, hyper, theirs, self._names()).unbind()
-            else:
-                found = [loss(*x, y) for x, y in zip([(m, hyper) for m in chosen], theirs, strict=True)]
+                self._batched[which] = runs_batched(loss, folds, names)
+            at_once = len(members) > 1 and self._batched[which]
+            found = together(loss, folds, names) if at_once else [loss(*fold) for fold in folds]
             values.update(zip(members, found, strict=True))
         return torch.stack([values[k] for k in range(len(models))])
-
-    def _names(self) -> list[str]:
-        """The names of a fold's weights."""
-        return list(self._whole.weights)
 
     def _fits(self, which: str, batch: Any) -> bool:
         """Whether a loss runs batched for two folds of a batch at least."""
@@ -194,15 +187,11 @@ class Folds(Problem):
 
     def _checked(self, batch: Any) -> Sequence[Any]:
         """A batch, if it is a tuple with a batch for each fold."""
-        if not isinstance(batch, tuple | list):
+        if not isinstance(batch, tuple | list) or len(batch) != len(self.folds):
+            size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
             raise ArgumentTypeError(
-                f"a batch of Folds must be a tuple of {len(self.folds)} batches, one for each fold; got "
-                f"{type(batch).__name__}. Make the batches with cross_validation.fold_batches."
-            )
-        if len(batch) != len(self.folds):
-            raise EvaluationError(
-                f"a batch of Folds must be a tuple of {len(self.folds)} batches, one for each fold; got "
-                f"{len(batch)}. Make the batches with cross_validation.fold_batches."
+                f"a batch of Folds must be a tuple of {len(self.folds)} batches, one for each fold; got a "
+                f"{type(batch).__name__}{size}. Make the batches with cross_validation.fold_batches."
             )
         return batch
 
