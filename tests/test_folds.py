@@ -267,15 +267,46 @@ def test_penalty_approaches_the_exact_hypergradient_of_the_folds(initial):
     assert_near(found.total, exact.total, 1e-3)
 
 
+class Keeps(nn.Module):
+    """A layer that counts its passes, or keeps its last activation."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.count, self.last = what, 0, None
+
+    def forward(self, x):
+        if self.what == "count":
+            self.count += 1
+        else:
+            self.last = x
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x[:, :, None])[0][:, -1]
+
+
+IN_TURN = {
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten()
+    ),
+    "recurrent": Recurrent,
+    "count": lambda: Keeps("count"),
+    "activation": lambda: Keeps("activation"),
+}
+
+
 @pytest.mark.filterwarnings("ignore::bestresponse.BestResponseWarning")
-@pytest.mark.parametrize("layer", ["batch norm", "convolution"])
+@pytest.mark.parametrize("layer", IN_TURN)
 def test_models_that_vmap_cannot_run_run_in_turn(layer):
-    middle = (
-        nn.BatchNorm1d(4)
-        if layer == "batch norm"
-        else nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten())
-    )
-    model = nn.Sequential(nn.Linear(3, 4), middle, nn.Tanh(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(3, 4), IN_TURN[layer](), nn.Tanh(), nn.Linear(4, 1))
     decay = br.hyperparameters.WeightDecay(model, per="tensor", initial=0.1)
     problem = br.Folds(model, decay, decayed, squared_error, 3)
     scatter(problem)
@@ -453,5 +484,10 @@ def test_wrong_batches_are_named():
         br.hypergradient(problem, train[:2], val, br.Implicit())
     with pytest.raises(br.Error, match="tuple of 3 batches"):
         br.hypergradient(problem, train[0][0], val, br.Implicit())
+    each = br.Folds(problem.whole.model, problem.hyper, lambda m, h, b: m(b[0])[:, 0], squared_error, 3)
+    with pytest.raises(br.Error, match="train_loss must return a scalar"):
+        br.hypergradient(each, train, val, br.Implicit())
+    with pytest.raises(br.Error, match="train_loss must return a scalar"):
+        each.losses(train)
     with pytest.raises(br.Error, match="folds must be"):
         br.Folds(problem.whole.model, problem.hyper, decayed, squared_error, 1)

@@ -1,5 +1,6 @@
 """Losses of several folds in one batched computation."""
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -82,30 +83,53 @@ def together(loss: Loss, folds: Sequence[Fold], names: Sequence[str]) -> Tensor:
 def runs_batched(loss: Loss, folds: Sequence[Fold], names: Sequence[str]) -> bool:
     """Whether a loss runs batched with its second derivatives, and has the values that it has in turn.
 
-    Not if it uses a form of this library, such as that of convolutions: torch's own has slower second derivatives.
+    Not if it uses a form of this library, such as that of convolutions: torch's own has slower second derivatives. And
+    not if a module keeps something from a pass, such as a count or an activation. Copies of two folds show it.
     """
     before = random_state.snapshot()
     try:
+        *models, hyper = copy.deepcopy((folds[0][0], folds[1][0], folds[0][1]))
+        pair = [(model, hyper, batch) for model, (_, _, batch) in zip(models, folds, strict=False)]
+        modules = (models[0], hyper)
+        kept = [_numbers(m) for m in modules]
         with torch.enable_grad(), second_derivatives():
-            losses = together(loss, folds, names)
+            losses = together(loss, pair, names)
             drawn = not _same(before, random_state.snapshot())
-            weights = [dict(model.named_parameters())[name] for model, _, _ in folds for name in names]
-            inputs = [w for w in weights if w.requires_grad]
-            gradient = torch.autograd.grad(losses.sum(), inputs, create_graph=True, allow_unused=True)
-            curved = [g for g in gradient if g is not None and g.requires_grad]
-            if curved:
-                torch.autograd.grad(curved, inputs, [torch.ones_like(g) for g in curved], allow_unused=True)
-            values = torch.stack([loss(*fold) for fold in folds])
+            if [_numbers(m) for m in modules] != kept or any(map(_keeps_tensors_of_vmap, modules)):
+                return False
+            _differentiate_twice(losses.sum(), [p for m in models for p in m.parameters() if p.requires_grad])
+            values = torch.stack([loss(*fold) for fold in pair])
             if any(map(_is_form, graph.nodes([values]))):
                 return False
     except Exception:  # whatever vmap, the model or the loss raises: then the folds run in turn
         return False
     finally:
         random_state.restore(before)
-    near = (losses - values).abs() <= _ROUNDING * torch.finfo(values.dtype).eps * values.abs().clamp(
-        min=1e-30
-    )
-    return drawn or bool(near.all())
+    smallest = torch.finfo(values.dtype).tiny
+    near = _ROUNDING * torch.finfo(values.dtype).eps * values.abs().clamp(min=smallest)
+    return drawn or bool(((losses - values).abs() <= near).all())
+
+
+def _differentiate_twice(loss: Tensor, weights: Sequence[Tensor]) -> None:
+    """A product with the Hessian."""
+    gradient = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+    curved = [g for g in gradient if g is not None and g.requires_grad]
+    if curved:
+        torch.autograd.grad(curved, weights, [torch.ones_like(g) for g in curved], allow_unused=True)
+
+
+def _numbers(root: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of modules that are numbers or texts."""
+    return [
+        {name: x for name, x in vars(module).items() if isinstance(x, int | float | str)}
+        for module in root.modules()
+    ]
+
+
+def _keeps_tensors_of_vmap(root: nn.Module) -> bool:
+    """Whether an attribute of a module holds a tensor that vmap made."""
+    kept = (x for module in root.modules() for x in pytree.tree_leaves(vars(module)))
+    return any(isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x) for x in kept)
 
 
 def _is_form(node: Any) -> bool:

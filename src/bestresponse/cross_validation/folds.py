@@ -14,6 +14,7 @@ from ..errors import ArgumentTypeError, require_integer
 from ..memory import MethodState
 from ..parts import Part
 from ..passes import random_state
+from ..passes.checked_loss import checked_loss
 from ..passes.substitution import Loss
 from ..problem import Problem
 from ..solvers import Solver
@@ -35,9 +36,10 @@ class Folds(Problem):
     damping. A report has the worst of each number over the folds.
 
     Folds whose batches have equal shapes run batched, by ``torch.func.vmap``, where the model allows it; other folds
-    run in turn. A model with buffers, a form of this library without a rule for vmap (convolutions, norms), or data
-    that vmap can't map runs in turn. Hypergradients run batched for ``Implicit(curvature=Hessian())``, `Unrolled` with
-    settings that are numbers, and `Direct`. Batched folds have dropout masks of their own, as those in turn do.
+    run in turn. Models with buffers, convolutions, layer norms or recurrent layers run in turn, and so do modules that
+    keep a count or an activation, and batches of other things than tensors. Hypergradients run batched for
+    ``Implicit(curvature=Hessian())``, `Unrolled` with settings that are numbers, and `Direct`. Each fold has dropout
+    masks of its own, batched or in turn.
 
     Args:
         model: the module to copy. It is not trained itself: `Tuner.retrain` trains it on all data.
@@ -165,7 +167,7 @@ class Folds(Problem):
                 self._batched[which] = runs_batched(loss, folds, names)
             at_once = len(members) > 1 and self._batched[which]
             found = together(loss, folds, names) if at_once else [loss(*fold) for fold in folds]
-            values.update(zip(members, found, strict=True))
+            values.update((k, _scalar(which, x)) for k, x in zip(members, found, strict=True))
         return torch.stack([values[k] for k in range(len(models))])
 
     def _fits(self, which: str, batch: Any) -> bool:
@@ -194,6 +196,12 @@ class Folds(Problem):
                 f"{type(batch).__name__}{size}. Make the batches with cross_validation.fold_batches."
             )
         return batch
+
+
+def _scalar(name: str, loss: Any) -> Tensor:
+    """The loss of a fold; raises, as for a single problem, if it is more than one number."""
+    fits = isinstance(loss, Tensor) and loss.numel() == 1
+    return loss.reshape(()) if fits else checked_loss(name, loss)
 
 
 def _seed_of_fold(seed: int | None, k: int) -> int:
