@@ -59,6 +59,7 @@ METHODS = {
     "exact": br.Implicit(br.Exact()),
     "cg": br.Implicit(br.ConjugateGradient(30, tolerance=1e-12)),
     "damped cg": br.Implicit(br.ConjugateGradient(5, damping=0.2)),
+    "diagonal": br.Implicit(br.ConjugateGradient(3, damping=0.2, diagonal=True)),
     "minres": br.Implicit(br.MINRES(30, tolerance=1e-12)),
     "neumann": br.Implicit(br.Neumann(6)),
     "identity": br.Implicit(br.Identity()),
@@ -81,7 +82,18 @@ METHODS = {
 }
 
 
-BATCHED = ("exact", "cg", "damped cg", "minres", "neumann", "identity", "unrolled", "adam", "direct")
+BATCHED = (
+    "exact",
+    "cg",
+    "damped cg",
+    "diagonal",
+    "minres",
+    "neumann",
+    "identity",
+    "unrolled",
+    "adam",
+    "direct",
+)
 
 
 def alone(problem, train, val, method):
@@ -141,7 +153,7 @@ def test_the_hypergradient_is_the_slope_of_the_cross_validated_loss(name, sizes,
         assert float(slope) == pytest.approx((values[0] - values[1]) / 2e-3, rel=1e-3, abs=1e-3 * size)
 
 
-@pytest.mark.parametrize("name", ["exact", "damped cg", "neumann", "unrolled", "direct"])
+@pytest.mark.parametrize("name", ["exact", "damped cg", "diagonal", "neumann", "unrolled", "direct"])
 @pytest.mark.filterwarnings("ignore::bestresponse.BestResponseWarning")
 def test_batched_folds_give_the_numbers_of_folds_in_turn(name):
     results = []
