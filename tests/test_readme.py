@@ -23,6 +23,18 @@ def test_the_python_of_the_readme_runs_and_tunes(capsys, tmp_path, monkeypatch):
     assert float(shown[-1]) < 0.7 * float(shown[0])
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_python_of_the_page_on_cross_validation_runs(capsys):
+    torch.set_default_dtype(torch.float32)
+    page = README.parent / "docs" / "cross-validation.md"
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert names["found"].loss == pytest.approx(2992.99, abs=0.01)
+    assert "cross-validated loss 2992.99 after" in capsys.readouterr().out
+    assert len(names["tuner"].history) == 10
+
+
 def test_the_links_of_the_readme_exist():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8")):
         assert (README.parent / target).exists(), target

@@ -1,4 +1,5 @@
 import math
+import threading
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import bestresponse as br
 from bestresponse import _tree
 from bestresponse.solvers import Status
+from bestresponse.solvers.blockwise import Blockwise
 from bestresponse.testing import check_solver, linear_systems
 from conftest import SEED
 
@@ -563,3 +565,64 @@ def test_soba_tells_of_what_is_not_finite_and_keeps_its_count():
 def test_soba_arguments(arguments):
     with pytest.raises(br.Error, match="SOBA"):
         br.solvers.SOBA(**arguments)
+
+
+def blocks():
+    """A block-diagonal system with three blocks of unlike size and condition, and the matrix of each."""
+    matrices = {}
+    for k, size in enumerate((3, 5, 8)):
+        root = torch.randn(size, size)
+        matrices[f"block{k}"] = root @ root.T + 10.0**-k * torch.eye(size)
+    b = {f"{name}.w": torch.randn(len(matrix)) for name, matrix in matrices.items()}
+    return matrices, b
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        br.ConjugateGradient(4, damping=0.1),
+        br.ConjugateGradient(3, damping=None, recycle=2),
+        br.MINRES(3),
+        br.Neumann(5),
+        br.Exact(),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore::bestresponse.BestResponseWarning")
+def test_each_block_of_a_system_has_a_solve_of_its_own(solver):
+    matrices, b = blocks()
+    calls = 0
+
+    def product(v):
+        nonlocal calls
+        calls += 1
+        return {name: matrices[name.split(".")[0]] @ x for name, x in v.items()}
+
+    whole, memory, alone = Blockwise(solver), {}, {name: {} for name in matrices}
+    for _ in range(2):
+        calls = 0
+        found = whole.solve(product, b, memory=memory)
+        memory = found.memory
+        counts = []
+        for name, matrix in matrices.items():
+            one = solver.solve(
+                lambda v, m=matrix: {"w": m @ v["w"]}, {"w": b[f"{name}.w"]}, memory=alone[name]
+            )
+            alone[name] = one.memory
+            assert torch.equal(found.x[f"{name}.w"], one.x["w"])
+            counts.append(one.report.products)
+        assert calls == found.report.products == max(counts)
+
+
+def test_an_error_in_one_block_ends_all():
+    matrices, b = blocks()
+    before = threading.active_count()
+
+    def product(v):
+        raise ValueError("no product")
+
+    with pytest.raises(ValueError, match="no product"):
+        Blockwise(br.Exact()).solve(product, b)
+    with pytest.raises(br.Error, match="limit=5"):
+        Blockwise(br.Exact(limit=5)).solve(lambda v: v, b)
+    assert threading.active_count() == before

@@ -2,6 +2,7 @@
 
 from . import diagnostics, hypernetworks, hyperparameters, losses, solvers, testing
 from .batches import Batches
+from .cross_validation import Folds, cross_validate
 from .curvatures import (
     KFAC,
     Curvature,
@@ -51,6 +52,7 @@ __all__ = [
     "Error",
     "Exact",
     "FiniteDifference",
+    "Folds",
     "Forward",
     "GaussNewton",
     "Halves",
@@ -71,6 +73,7 @@ __all__ = [
     "Unrolled",
     "backward",
     "callbacks",
+    "cross_validate",
     "diagnostics",
     "hypergradient",
     "hypernetworks",

@@ -138,6 +138,20 @@ def size(a: Mapping[str, Tensor]) -> int:
     return sum(x.numel() for x in a.values())
 
 
+def joined(trees: Mapping[str, Tree]) -> Tree:
+    """Several trees as one, each under its name: ``fold0.weight``."""
+    return {f"{prefix}.{name}": x for prefix, tree in trees.items() for name, x in tree.items()}
+
+
+def divided(a: Tree) -> dict[str, Tree]:
+    """The inverse of `joined`."""
+    trees: dict[str, Tree] = {}
+    for name, x in a.items():
+        prefix, _, rest = name.partition(".")
+        trees.setdefault(prefix, {})[rest] = x
+    return trees
+
+
 def same_layout(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Whether names, shapes, dtypes and devices agree."""
     return a.keys() == b.keys() and all(

@@ -16,11 +16,12 @@ from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, Evalu
 from .hyperparameters.protocol import knows_its_curvature
 from .memory import MethodState, Remembering, settings_of
 from .parameters import split
+from .parts import Undivided
 from .passes.edits import Edits
 from .passes.substitution import Loss
 
 
-class Problem:
+class Problem(Undivided):
     """Two losses over weights w and hyperparameters λ.
 
     λ* = argmin_λ L_V(w*(λ), λ),  w*(λ) = argmin_w L_T(w, λ).    (equation 1 of the paper)

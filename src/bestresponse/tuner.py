@@ -214,15 +214,16 @@ class Tuner:
             The training loss at each step.
         """
         require_integer("steps", steps, 0)
-        stream = Stream("batches", batches)
+        stream, problem = Stream("batches", batches), self.problem.whole
         if optimizer is not None:
-            check_weight_optimizer(self.problem, optimizer)
+            check_weight_optimizer(problem, optimizer)
         with torch.no_grad():
-            initialise(self.problem.model)
-        self.problem.check_intact()
-        with self._weight_steps.afresh(self.weight_optimizer) if optimizer is None else nullcontext():
-            chosen = optimizer or self.weight_optimizer
-            losses = [self._weight_steps.step(chosen, next(stream), self.clip_weights) for _ in range(steps)]
+            initialise(problem.model)
+        problem.check_intact()
+        own = self._weight_steps.afresh(self.weight_optimizer)
+        with own if optimizer is None else nullcontext(optimizer) as chosen:
+            again = WeightSteps(problem, chosen)
+            losses = [again.step(chosen, next(stream), self.clip_weights) for _ in range(steps)]
         return [float(loss) for loss in losses]
 
     def _move_weights(self, batch: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """The slope of the validation loss along one direction of the hyperparameters, by retraining."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +71,14 @@ def _train(passes: Passes, batch: object, rate: float, steps: int) -> None:
     problem = passes.problem
     weights = list(problem.weights.values())
     optimizer = torch.optim.SGD(weights, rate, momentum=_MOMENTUM)
-    penalties, _ = fitting(problem.hyper, problem.model)
+    penalties = [(single.model, fitting(problem.hyper, single.model)[0]) for single in problem.singles]
     for _ in range(steps):
         loss = passes.train_loss(batch)
         passes.carry(passes.buffers())  # running statistics follow the training
         for w, g in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
             w.grad = g
-        with orthant_wise(problem.model, *penalties):
+        with ExitStack() as stack:
+            for model, kinked in penalties:
+                stack.enter_context(orthant_wise(model, *kinked))
             optimizer.step()
         optimizer.zero_grad()

@@ -11,10 +11,12 @@ def penalty(w: Tensor, rate: Tensor, power: float) -> Tensor:
     """(1/p) Σ exp(rate) |w|ᵖ for one tensor, with a graph that holds only the two tensors.
 
     Its two gradients are two nodes. Each sees one of the tensors as its input and takes the other
-    from a box, so autograd can skip a gradient that is not needed, which it cannot do inside a node. Dual numbers
-    and compilers cannot see into a box; for them plain operations are used.
+    from a box, so autograd can skip a gradient that is not needed, which it cannot do inside a node. Dual numbers,
+    vmap and compilers cannot see into a box; for them plain operations are used.
     """
-    if torch.compiler.is_compiling() or any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate)):  # type: ignore[no-untyped-call]
+    mapped = any(map(torch._C._functorch.is_batchedtensor, (w, rate)))
+    dual = any(forward_ad.unpack_dual(x).tangent is not None for x in (w, rate))  # type: ignore[no-untyped-call]
+    if mapped or dual or torch.compiler.is_compiling():
         return (rate.exp() * _power(w, power)).sum() / power
     # For p = 1 torch's abs makes the kink, so that the search for kinks finds it.
     base = w.abs() if power == 1 else w

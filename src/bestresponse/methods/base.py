@@ -20,7 +20,7 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
 from ..solvers import Solver
 from ..verification.base import Claim, verified
-from .hypergradient import Hypergradient, accumulate, require_finite, warn_of_failure
+from .hypergradient import Hypergradient, accumulate, added, require_finite, warn_of_failure
 from .reach import reaches, unreached_by_validation
 
 
@@ -141,6 +141,8 @@ def unchecked_hypergradient(
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = {part: problem.state(part) for part in (method, *method.parts_that_remember().values())}
     try:
+        if parts := problem.parts(method, train_batch, val_batch, seed):
+            return added([unchecked_hypergradient(*p[:3], method, p[3], weight_optimizer) for p in parts])
         with foreign_errors_told(), problem.edits.whole(problem.live()):
             with problem.undisturbed(seed, known, method.twice) as passes:
                 result = method.differentiate(passes, train_batch, val_batch)

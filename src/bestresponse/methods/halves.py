@@ -9,6 +9,7 @@ from .. import _tree
 from ..batches import halves_of
 from ..problem import Passes
 from ..solvers import Report
+from ..solvers.blockwise import worst_of
 from ..verification.base import Claim
 from .base import Method, require_method
 from .hypergradient import Hypergradient
@@ -73,8 +74,9 @@ class Halves(Method):
 
 
 def _both(one: Report | None, other: Report | None) -> Report | None:
-    """The report of the solve that ended worse, with the products and steps of both."""
+    """The worst of each number of two reports, with the products and steps of both."""
     if one is None or other is None:
         return one or other
-    worse = max((one, other), key=lambda report: (report.status.failed, report.residual or 0.0))
-    return replace(worse, products=one.products + other.products, steps=one.steps + other.steps)
+    return replace(
+        worst_of([one, other]), products=one.products + other.products, steps=one.steps + other.steps
+    )

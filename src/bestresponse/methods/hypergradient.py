@@ -1,5 +1,8 @@
 """A hypergradient in its parts, with its report."""
 
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,7 @@ from ..errors import EvaluationError
 from ..memory import settings_of
 from ..problem import Problem
 from ..solvers import Report, Status
+from ..solvers.blockwise import worst_of
 
 _SHOWN = 12
 
@@ -89,6 +93,25 @@ class Hypergradient:
             f"indirect={_tree.norm(self.indirect):.4g}, val_loss={self.val_loss:.4g}, solve={self.solve}, "
             f"verification={self.verification!r})"
         )
+
+
+def added(results: Sequence[Hypergradient]) -> Hypergradient:
+    """The sum of the hypergradients of a problem's parts; its report has the worst of each number."""
+    totals, directs, indirects = (
+        functools.reduce(_tree.add, [getattr(r, part) for r in results])
+        for part in ("total", "direct", "indirect")
+    )
+    solves = [r.solve for r in results if r.solve is not None]
+    return Hypergradient(
+        totals,
+        directs,
+        indirects,
+        math.fsum(r.val_loss for r in results),
+        worst_of(solves) if solves else None,
+        tuple(dict.fromkeys(name for r in results for name in r.norms)),
+        next((r.verification for r in results if r.verification is not None), None),
+        min((r.agreement for r in results if r.agreement is not None), default=None),
+    )
 
 
 def failure_message(report: Report) -> str:

@@ -147,7 +147,7 @@ class Implicit(CurvatureMethod):
         preconditioner = None if source is None else resumed(source.make_preconditioner)(passes, batch)
         # A run of steps continues with the batch after the last one.
         products = system.in_turn(state.memory.get("count", 0)) if wants.fresh_batches else system
-        solution = solver.solve(
+        solution = problem.system_solver(solver).solve(
             resumed(products),
             b,
             start=start,

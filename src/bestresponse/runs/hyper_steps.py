@@ -39,6 +39,7 @@ class HyperSteps:
         factors = {}
         settings = self._settings if optimizer is self._optimizer else first_settings(optimizer)
         for group, first in zip(optimizer.param_groups, settings, strict=True):
-            factor = float(group["lr"]) / float(first["lr"]) if first["lr"] else 1.0
+            # An optimiser without a learning rate, such as one with a line search, has the factor one.
+            factor = float(group["lr"]) / float(first["lr"]) if first.get("lr") else 1.0
             factors.update({id(p): factor for p in group["params"]})
         return factors

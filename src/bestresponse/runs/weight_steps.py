@@ -1,8 +1,9 @@
 """Steps of the weights on the training loss."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..batches import weighted
-from ..hyperparameters import Kinked, orthant_wise
+from ..hyperparameters import orthant_wise
 from ..passes.checked_loss import checked_loss
 from ..passes.embedding import clip_gradients
 from ..problem import Problem
@@ -31,7 +32,7 @@ class WeightSteps:
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
         self.problem, self._first = problem, optimizer
         self._settings = first_settings(optimizer)
-        self._penalties: Sequence[Kinked] = penalties_at_zero(problem)
+        self._penalties = [(single.model, penalties_at_zero(single)) for single in problem.singles]
 
     def step(self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None) -> Tensor:
         """Make a step, and return the training loss before it, or after it if a function makes the step."""
@@ -50,7 +51,9 @@ class WeightSteps:
             # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
             torch.autograd.backward(loss, inputs=weights)
             losses.append(loss.detach())
-        with orthant_wise(problem.model, *self._penalties):
+        with ExitStack() as stack:
+            for model, penalties in self._penalties:
+                stack.enter_context(orthant_wise(model, *penalties))
             if clip is not None:
                 clip_gradients(weights, clip)
             optimizer.step()
@@ -59,17 +62,20 @@ class WeightSteps:
         return torch.stack(losses).sum()
 
     @contextmanager
-    def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[None]:
-        """The optimiser with its original settings and empty state; both are restored at the end."""
+    def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[Optimizer | WeightStep]:
+        """The optimiser with its original settings and empty state; both are restored at the end.
+
+        For a problem over folds it is a copy that holds the weights of the problem's `whole`.
+        """
         if not isinstance(optimizer, Optimizer):
-            yield
+            yield optimizer
             return
         kept = optimizer.state, [dict(group) for group in optimizer.param_groups]
         try:
             optimizer.state = defaultdict(dict)
             same = optimizer is self._first
             _set_groups(optimizer, self._settings if same else first_settings(optimizer))
-            yield
+            yield optimizer if self.problem.whole is self.problem else _of_whole(self.problem, optimizer)
         finally:
             optimizer.state = kept[0]
             _set_groups(optimizer, kept[1])
@@ -79,7 +85,20 @@ def first_settings(optimizer: object) -> list[dict[str, Any]]:
     """The parameter groups before a scheduler changed a rate (some do so when they are created)."""
     if not isinstance(optimizer, Optimizer):
         return []
-    return [{**group, "lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    return [{**g, "lr": g.get("initial_lr", g["lr"])} if "lr" in g else dict(g) for g in groups]
+
+
+def _of_whole(problem: Problem, optimizer: Optimizer) -> Optimizer:
+    """A copy of an optimiser of the folds' weights that holds the same weights of the whole model instead."""
+    names = {id(w): name for single in problem.singles for name, w in single.weights.items()}
+    other = copy.copy(optimizer)
+    other.state, other.param_groups = defaultdict(dict), []
+    left = dict(problem.whole.weights)
+    for group in optimizer.param_groups:
+        held = dict.fromkeys(names[id(p)] for p in group["params"])
+        other.param_groups.append({**group, "params": [left.pop(n) for n in held if n in left]})
+    return other
 
 
 def _set_groups(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
