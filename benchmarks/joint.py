@@ -30,12 +30,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import weight_decay
 from libraries import Tensors, betty, hypergrad, torchopt
+from settings import Setting
 from torch import Tensor, nn
 
 import bestresponse as br
 from bestresponse._layout import table
 from bestresponse.diagnostics import measuring
-from bestresponse.experiments import data, plots
+from bestresponse.experiments import plots
 from bestresponse.experiments.classification import predict, train_loss, val_loss
 from bestresponse.experiments.runs import versions, write_whole
 
@@ -165,10 +166,10 @@ OTHERS: dict[str, tuple[str, Callable[[Task], Tensors]]] = {
 OURS = (PAPERS, "Neumann, 20 terms", "Implicit()", "Implicit(curvature=GaussNewton)", "the same, 2 steps")
 
 
-def race(images: data.Images, hyper_rate: float, seeds: int, hyper_steps: int) -> list[dict[str, Any]]:
+def race(folder: Path | None, hyper_rate: float, seeds: int, hyper_steps: int) -> list[dict[str, Any]]:
     """The runs of all methods, in turn within a seed."""
     missing = {module for module, _ in OTHERS.values() if find_spec(module) is None}
-    methods: dict[str, Callable[[nn.Module], br.Method]] = {n: weight_decay.METHODS[n] for n in OURS}
+    methods: dict[str, Callable[[Setting], br.Method]] = {n: weight_decay.METHODS[n] for n in OURS}
     for name, (module, solve) in OTHERS.items():
         if module not in missing:
             methods[name] = lambda _, solve=solve: Other(solve)
@@ -178,8 +179,8 @@ def race(images: data.Images, hyper_rate: float, seeds: int, hyper_steps: int) -
         for name in methods:
             row: dict[str, Any] = {"method": name, "seed": seed, "curve": []}
             try:
-                row |= weight_decay.run("mlp", name, seed, images, hyper_steps, hyper_rate)
-            except (br.Error, RuntimeError) as error:
+                row |= weight_decay.run("mlp", name, seed, hyper_rate, hyper_steps, folder)
+            except RuntimeError as error:
                 row["error"] = str(error)[:120]
             rows.append(row | {"hyper rate": hyper_rate})
     return rows
@@ -197,9 +198,9 @@ def arrivals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "time of a run": [],
         }
         for row in (r for r in rows if r["method"] == name):
-            _, whole, goal = papers[row["seed"]]
-            steps, seconds, _ = next((p for p in row["curve"] if p[2] <= goal), (None, None, None))
-            _, last, end = row["curve"][-1] if row["curve"] else (None, None, None)
+            _, whole, goal, _ = papers[row["seed"]]
+            steps, seconds, *_ = next((p for p in row["curve"] if p[2] <= goal), (None, None))
+            _, last, end, _ = row["curve"][-1] if row["curve"] else (None, None, None, None)
             cells["hyper-steps to it"].append("–" if steps is None else str(steps))
             cells["time to it"].append("–" if seconds is None else f"{seconds / whole:.2f}")
             cells["end"].append(row.get("error", "–") if end is None else f"{end:.4f}")
@@ -214,7 +215,7 @@ def draw(races: dict[float, list[dict[str, Any]]], path: Path) -> None:
             for index, name in enumerate(dict.fromkeys(r["method"] for r in rows)):
                 first = next(r for r in rows if r["method"] == name)
                 if first["curve"]:
-                    _, seconds, losses = zip(*first["curve"], strict=True)
+                    _, seconds, losses, _ = zip(*first["curve"], strict=True)
                     line = "-" if name in OURS else "--"
                     label = name if axis is axes[0][0] else None
                     axis.semilogy(seconds, losses, line, color=f"C{index % 10}", lw=1.2, label=label)
@@ -249,9 +250,8 @@ def main() -> None:
     print(table(first) if first else "", flush=True)
     races: dict[float, list[dict[str, Any]]] = {}
     if "race" in options.parts:
-        images = data.load("mnist", options.data_dir)
         for rate in options.hyper_rates:
-            races[rate] = race(images, rate, options.seeds, options.hyper_steps)
+            races[rate] = race(options.data_dir, rate, options.seeds, options.hyper_steps)
             print(f"hyper learning rate {rate:g}: CPU time over that of the whole run of the paper's method")
             print(table(arrivals(races[rate])), flush=True)
         draw(races, options.out / "joint.png")
