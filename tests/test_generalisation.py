@@ -306,6 +306,19 @@ def test_each_half_keeps_its_own_start_also_in_a_file_and_after_a_failure(tmp_pa
     assert all(a is b for a, b in zip(starts, after, strict=True))
 
 
+def test_a_run_stops_when_its_steps_are_noise():
+    tuner, train, (batch,) = make(br.Halves(), callbacks=[callbacks.StopAtNoise(0.9, 3)])
+    tuner.fit(train, [Batches([batch, batch])], 6)
+    assert tuner.hyper_step == 6  # equal halves agree
+    x, y = batch
+    tuner.fit(train, [Batches([(x, y), (-x, y)])], 20)
+    assert 6 < tuner.hyper_step < 26
+    assert "mean agreement" in tuner.stopped
+    plain, train, val = make(callbacks=[callbacks.StopAtNoise()])
+    with pytest.raises(br.Error, match="needs hypergradients with an agreement"):
+        plain.fit(train, val, 1)
+
+
 def test_halves_of_a_batch():
     x = torch.arange(5)
     (one, c), (other, d) = halves_of({"x": x, "scale": torch.tensor(2.0)})

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import bestresponse as br
+import cases
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -33,6 +36,22 @@ def test_the_python_of_the_page_on_cross_validation_runs(capsys):
     assert names["found"].loss == pytest.approx(2992.99, abs=0.01)
     assert "cross-validated loss 2992.99 after" in capsys.readouterr().out
     assert len(names["tuner"].history) == 10
+
+
+@pytest.mark.filterwarnings("ignore:the linear solve ended", "ignore:the loss on the watch")
+def test_the_python_of_the_page_on_new_data_runs():
+    page = README.parent / "docs" / "new-data.md"
+    problem, train, val = cases.network()
+    weights = torch.optim.SGD(problem.weights.values(), 0.05)
+    hyper = torch.optim.Adam(problem.hyperparameters.values(), 0.05)
+    names = {"br": br, "problem": problem, "weights": weights, "hyper": hyper}
+    names |= {"train": train, "val": val, "third": (val[0] + 0.1, val[1])}
+    watching, halving = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(watching, page.name, "exec"), names)
+    measured = [row["watch_loss"] for row in names["tuner"].history if "watch_loss" in row]
+    assert names["tuner"].watch.measure(names["tuner"]) == pytest.approx(min(measured))
+    exec(compile(halving, page.name, "exec"), names)
+    assert -1.0 <= names["tuner"].history[-1]["agreement"] <= 1.0
 
 
 def test_the_links_of_the_readme_exist():

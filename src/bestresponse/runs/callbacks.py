@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from ..errors import require_integer
+from ..errors import ArgumentError, require_integer, require_number
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
 from .progress import Progress as Progress
@@ -41,6 +41,37 @@ class Evaluate:
         with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad():
             values = self.function(problem.model, problem.hyper)
         tuner.history[-1].update({name: float(value) for name, value in values.items()})
+
+
+class StopAtNoise:
+    """Stop a run when the steps of the hyperparameters are mostly noise of the validation examples.
+
+    It needs the method `bestresponse.Halves`, whose ``agreement`` it averages over the last hyper-steps. The agreement
+    falls as tuning approaches what the validation data can tell, and may rise again later, when the hyperparameters
+    overfit both halves alike: stop at the first time.
+
+    Args:
+        least: the mean agreement below which the run stops.
+        window: hyper-steps in the mean; the run makes at least as many.
+
+    Raises:
+        ArgumentError: at the first hyper-step of a method without an agreement.
+    """
+
+    def __init__(self, least: float = 0.05, window: int = 25) -> None:
+        require_number("StopAtNoise.least", least)
+        require_integer("StopAtNoise.window", window, 1)
+        self.least, self.window = least, window
+
+    def __call__(self, tuner: Run) -> None:
+        if "agreement" not in tuner.history[-1]:
+            raise ArgumentError(
+                "StopAtNoise needs hypergradients with an agreement; the history has none. Use the method Halves(method)."
+            )
+        recent = [row.get("agreement", 1.0) for row in tuner.history[-self.window :]]
+        mean = sum(recent) / len(recent)
+        if len(recent) == self.window and mean < self.least:
+            tuner.stop(f"the mean agreement of two halves fell to {mean:.2g} over {self.window} hyper-steps")
 
 
 class Checkpoint:
