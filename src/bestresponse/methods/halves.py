@@ -1,6 +1,7 @@
 """Two halves of the validation batch: whether they ask for the same step of the hyperparameters."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,7 +63,7 @@ class Halves(Method):
             indirect=indirect,
             val_loss=first * one.val_loss + second * other.val_loss,
             solve=_both(one.solve, other.solve),
-            agreement=_tree.dot(one.total, other.total) / size if size > 0.0 else None,
+            agreement=_tree.dot(one.total, other.total) / size if size > 0.0 else math.nan,
         )
 
     def parts_that_remember(self) -> Mapping[str, object]:

@@ -66,9 +66,10 @@ class StopAtNoise:
     def __call__(self, tuner: Run) -> None:
         if "agreement" not in tuner.history[-1]:
             raise ArgumentError(
-                "StopAtNoise needs hypergradients with an agreement; the history has none. Use the method Halves(method)."
+                "StopAtNoise needs hypergradients with an agreement; the history has none. Use the method "
+                "Halves(method)."
             )
-        recent = [row.get("agreement", 1.0) for row in tuner.history[-self.window :]]
+        recent = [row.get("agreement", math.nan) for row in tuner.history[-self.window :]]
         mean = sum(recent) / len(recent)
         if len(recent) == self.window and mean < self.least:
             tuner.stop(f"the mean agreement of two halves fell to {mean:.2g} over {self.window} hyper-steps")
