@@ -1,4 +1,4 @@
-"""A solver of your own: gradient descent with the steps of Barzilai and Borwein.
+"""Your own solver: gradient descent with the steps of Barzilai and Borwein.
 
 A solver is a frozen dataclass with a method `iterate`. It gets a system whose right-hand side has norm one, and returns
 x with a report. Scaling, counting, checks and warm starts are done for it. `testing.check_solver` compares it with the
@@ -12,16 +12,23 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import bestresponse as br
-from bestresponse import _tree
 from bestresponse.solvers import Report, Solution, Solver, Status, System
+
+
+def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return sum(float((a[name] * b[name]).sum()) for name in a)
+
+
+def add(a: dict[str, Tensor], b: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: a[name] + factor * b[name] for name in a}
 
 
 @dataclass(frozen=True, eq=False)
 class BarzilaiBorwein(Solver):
-    """Solve A x = b by x ← x + (rᵀr / rᵀA r) r, with the step of the iterate before: it needs three vectors.
+    """Solve A x = b by x ← x + (rᵀr / rᵀA r) r, with the step length of the previous iterate: it needs three vectors.
 
     Args:
         max_steps: the largest number of steps, one product each.
@@ -34,26 +41,25 @@ class BarzilaiBorwein(Solver):
     tolerance: float = 1e-7
 
     def iterate(self, system: System) -> Solution:
-        x, r = _tree.zeros_like(system.b), system.b
-        goal = max(self.tolerance, 4.0 * system.eps) * system.target  # below it there is rounding alone
-        earlier, best, smallest, status, number = 0.0, _tree.zeros_like(r), 1.0, Status.STEPS_USED, 0
+        x, r = add(system.b, system.b, -1.0), system.b
+        goal = max(self.tolerance, 4.0 * system.eps) * system.target  # below it there is only rounding
+        earlier, best, smallest, status, number = 0.0, x, 1.0, Status.STEPS_USED, 0
         while number < self.max_steps and smallest > goal:
             number += 1
             product = system.A(r)
-            square, curvature = _tree.dot(r, r), _tree.dot(r, product)
+            square, curvature = dot(r, r), dot(r, product)
             if not math.isfinite(curvature) or curvature <= 0.0:
                 status = Status.NEGATIVE_CURVATURE if math.isfinite(curvature) else Status.NOT_FINITE
                 break
             steepest = square / curvature
             step = earlier or steepest
-            x, r = _tree.add(x, r, step), _tree.add(r, product, -step)
+            x, r = add(x, r, step), add(r, product, -step)
             earlier = steepest
-            size = _tree.norm(r)
+            size = math.sqrt(dot(r, r))
             if size < smallest:
                 best, smallest = x, size
-        residual, left = system.compute(
-            best, 0.0, 0.0, goal
-        )  # *converged* is said of a computed residual only
+        # The residual that is reported is computed from x: without damping, and at any size.
+        residual, left = system.compute(best, damping=0.0, floor=0.0, goal=goal)
         if residual <= 2.0 * goal and not status.failed:
             status = Status.CONVERGED
         return Solution(best, Report(status, number, number, residual), residual=left)

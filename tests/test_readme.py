@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import bestresponse as br
-import cases
-
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -41,11 +38,10 @@ def test_the_python_of_the_page_on_cross_validation_runs(capsys):
 @pytest.mark.filterwarnings("ignore:the linear solve ended", "ignore:the loss on the watch")
 def test_the_python_of_the_page_on_new_data_runs():
     page = README.parent / "docs" / "new-data.md"
-    problem, train, val = cases.network()
-    weights = torch.optim.SGD(problem.weights.values(), 0.05)
-    hyper = torch.optim.Adam(problem.hyperparameters.values(), 0.05)
-    names = {"br": br, "problem": problem, "weights": weights, "hyper": hyper}
-    names |= {"train": train, "val": val, "third": (val[0] + 0.1, val[1])}
+    torch.set_default_dtype(torch.float32)
+    names: dict = {}
+    loop = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[0]
+    exec(compile(loop.split("method = ")[0], "README.md", "exec"), names)
     watching, halving = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(watching, page.name, "exec"), names)
     measured = [row["watch_loss"] for row in names["tuner"].history if "watch_loss" in row]
