@@ -32,6 +32,12 @@ class BFGS(Optimizer):
         require(0 < first <= longest, "BFGS.first", f"positive and at most longest={longest}", first)
         super().__init__(params, {"first": first, "longest": longest})
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict`; the state keeps its double precision, whatever that of the parameters."""
+        super().load_state_dict(state_dict)
+        for own, saved in zip(self.state.values(), state_dict["state"].values(), strict=True):
+            own.update((name, x.to(own[name].device)) for name, x in saved.items() if isinstance(x, Tensor))
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make a step along ``.grad``."""
