@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import _tree
 from ..batches import halves_of
+from ..errors import ArgumentTypeError
 from ..problem import Passes
 from ..solvers import Report
 from ..solvers.blockwise import worst_of
@@ -31,7 +32,7 @@ class Halves(Method):
         method: the method for each half.
 
     Raises:
-        ArgumentTypeError: ``method`` is not a method.
+        ArgumentTypeError: ``method`` is not a method, or is itself a `Halves`.
     """
 
     method: Method = field(default_factory=Implicit)
@@ -40,6 +41,10 @@ class Halves(Method):
 
     def __post_init__(self) -> None:
         require_method(self.method)
+        if isinstance(self.method, Halves):
+            raise ArgumentTypeError(
+                f"Halves.method must be a method for each half; got {self.method!r}. Use it alone."
+            )
         object.__setattr__(self, "_second", copy.copy(self.method))
 
     @property
