@@ -192,6 +192,41 @@ def test_minimising_needs_all_rows():
         br.cross_validate(*linear(10, 2, 1.0), penalised_squares, squared_error, diabetes()[2], batch_size=8)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"weight_optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)},
+            "weight_optimizer .* got SGD",
+        ),
+        ({"weight_optimizer": Minimise}, "create an instance"),
+        (
+            {"hyper_optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)},
+            "hyper_optimizer .* got SGD",
+        ),
+        ({"hyper_optimizer": torch.optim.LBFGS}, "without a closure; got LBFGS"),
+        ({"seed": "one"}, "seed must be an integer"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(br.Error, match=message):
+        br.cross_validate(*linear(10, 2, 1.0), penalised_squares, squared_error, diabetes()[2], **settings)
+
+
+def test_minimising_refuses_a_loss_with_dropout():
+    torch.manual_seed(0)
+    data = (torch.randn(12, 3), torch.randn(12))
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1))
+    problem = br.Problem(model, br.hyperparameters.WeightDecay(model), penalised_squares, squared_error)
+    before = model[1].weight.clone()
+    with pytest.raises(br.Error, match="the same at each evaluation"):
+        Minimise()(problem, data)
+    assert torch.equal(model[1].weight, before)
+    model.eval()
+    Minimise()(problem, data)
+    assert not torch.equal(model[1].weight, before)
+
+
 @pytest.mark.parametrize("newton_limit", [0, 300])
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("rate", [1.0, 0.01])

@@ -42,6 +42,7 @@ class FoldBatches:
                     f"batch_size must be at most the number of rows of the smallest fold, {smallest}; got "
                     f"{batch_size}. Pass a smaller one, or None for all rows."
                 )
+        require_integer("seed", seed, 0)
         self.rows, self.batch_size = list(rows), batch_size
         self.generator = torch.Generator().manual_seed(seed)
         self._data, self._collate = data, collate

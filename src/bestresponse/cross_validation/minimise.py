@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..batches import weighted
-from ..errors import require, require_integer, require_number
+from ..errors import EvaluationError, require, require_integer, require_number
+from ..passes import random_state
 from ..problem import Problem
 from .objective import Objective, dots
 
@@ -37,6 +38,9 @@ class Minimise:
         newton_limit: the largest number of weights of a fold for Newton's steps.
         history: the number of earlier steps that limited-memory BFGS uses.
 
+    Raises:
+        EvaluationError: the loss has another value at the same weights.
+
     Reference: Liu and Nocedal (1989); Andrew and Gao (2007).
     """
 
@@ -55,7 +59,14 @@ class Minimise:
     def __call__(self, problem: Problem, batch: Any) -> None:
         objective = Objective(problem, weighted(batch))
         w = objective.weights()
+        before = random_state.snapshot()
         loss, gradient = objective(w)
+        if not random_state.same(before, random_state.snapshot()) and not torch.equal(loss, objective(w)[0]):
+            raise EvaluationError(
+                "Minimise needs a training loss that is the same at each evaluation; got another value at the same "
+                "weights. Take dropout and other random draws out of it, or use a torch optimiser: weight_optimizer="
+                "lambda weights: torch.optim.Adam(weights, 1e-3)."
+            )
         pairs = _Pairs(self.history)
         newton = w.shape[1] <= self.newton_limit
         least = max(self.tolerance, 4.0 * torch.finfo(w.dtype).eps)

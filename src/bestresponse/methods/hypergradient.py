@@ -32,8 +32,8 @@ class Hypergradient:
         norms: the names of the norms whose running statistics the validation loss was differentiated through.
         verification: the result of comparing the derivatives with differences at the first call: "verified", or
             "not verified" and why; None if `Problem` was made with verify=False.
-        agreement: the cosine of the hypergradients on two halves of the validation batch, from −1 to 1; None unless the
-            method is `Halves`.
+        agreement: the cosine of the hypergradients on two halves of the validation batch, from −1 to 1; of folds, the
+            lowest of each fold's. None unless the method is `Halves`.
     """
 
     total: dict[str, Tensor]
