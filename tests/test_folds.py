@@ -490,6 +490,15 @@ def test_retrain_trains_the_given_model_on_all_data(kind):
         assert max(float(g.abs().max()) for g in gradient) < 1e-5
 
 
+def test_inputs_and_targets_are_not_taken_for_two_folds():
+    model = nn.Linear(3, 1)
+    loss = lambda m, h, b: (m(b[0]) - b[1]).square().mean() + h(m)  # noqa: E731
+    problem = br.Folds(model, br.hyperparameters.WeightDecay(model), loss, loss, 2)
+    plain = (torch.randn(6, 3), torch.randn(6))
+    with pytest.raises(br.Error, match="look like the parts of one batch, with 2 dimensions of .* and 1 dim"):
+        br.hypergradient(problem, plain, plain, br.Implicit())
+
+
 def test_wrong_batches_are_named():
     problem, train, val = network()
     with pytest.raises(br.Error, match="tuple of 3 batches"):

@@ -25,7 +25,7 @@ _ROUNDING = 1e4
 def runs_joined(method: Method) -> bool:
     """Whether a method gives each fold its own answer if it runs on the joined losses of all folds.
 
-    No number may depend on the weights of several folds, other than in the solver, of which each fold has its own.
+    Each fold has its own solver. Outside the solver, no number may depend on the weights of several folds.
     """
     if type(method) is Implicit:
         assert method.solver is not None
@@ -46,7 +46,7 @@ def alike(batches: Sequence[Any]) -> list[list[int]]:
 
 
 def _layout(batch: Any, number: int) -> Hashable:
-    """What must agree for two batches to be stacked; ``number`` itself for one that can't be."""
+    """The properties that two batches must share to be stacked; ``number`` for a batch that can't be stacked."""
     leaves, spec = pytree.tree_flatten(batch)
     found: list[Hashable] = [str(spec)]
     for x in leaves:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ArgumentTypeError, require
+from ..errors import ArgumentTypeError, require, require_number
 
 # Growth of a step in the last one's direction while there is no positive curvature, and what is left after a turn.
 _GROW, _SHRINK = 2.0, 0.5
@@ -29,6 +29,8 @@ class BFGS(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], first: float = 1.0, longest: float = 2.5) -> None:
+        require_number("BFGS.first", first)
+        require_number("BFGS.longest", longest)
         require(0 < first <= longest, "BFGS.first", f"positive and at most longest={longest}", first)
         super().__init__(params, {"first": first, "longest": longest})
 

@@ -18,7 +18,7 @@ from .objective import Objective, dots
 _DECREASE, _HALVINGS = 1e-4, 30
 # How many sizes of a step are tried in which several weights may stop at a kink.
 _TOGETHER = 3
-# Newton's steps take curvatures below this share of the largest as none.
+# Newton's steps treat curvatures below this share of the largest as zero.
 _FLAT = 1e-12
 
 
@@ -29,8 +29,10 @@ class Minimise:
     With few weights the steps are Newton's, w ← w − H⁻¹ g with the dense Hessian H of each fold; with more they are
     those of limited-memory BFGS. On `Folds` each fold has its own directions, step sizes and end; one pass evaluates
     the losses of all. Under a penalty with a kink at zero, such as ``WeightDecay(power=1)``, steps stay within the
-    orthant, so that weights reach exactly zero. The loss must be the same at each evaluation, without dropout or
-    mini-batches, and needs weights of one dtype and device.
+    orthant, so that weights reach exactly zero.
+
+    The loss must be the same at each evaluation, without dropout or mini-batches, and needs weights of one dtype and
+    device.
 
     Args:
         max_steps: the largest number of steps in a call.

@@ -17,9 +17,9 @@ Groups = Literal["global", "tensor", "unit", "input"] | Callable[[str], Hashable
 class Shrinkage:
     """After a step of the hyperparameters, move each towards the mean of its group: h ← h + τ (mean − h).
 
-    An optimiser such as Adam or RMSprop with learning rate η moves an entry by at most about η a step. Then an entry
-    whose hypergradient has always the same sign ends at a distance of η / τ from its mean, and one whose sign is noise
-    stays near it. ``strength`` = 0 leaves the hyperparameters free, and 1 gives all of a group one value.
+    An optimiser such as Adam or RMSprop with learning rate η moves an entry by at most about η a step. An entry
+    whose hypergradient always has the same sign then ends at a distance of η / τ from its mean. An entry whose
+    hypergradient is noise stays near the mean. ``strength`` = 0 leaves the hyperparameters free, and 1 gives all of a group one value.
 
     Args:
         strength: τ, the share of the distance, from 0 to 1.
@@ -112,7 +112,7 @@ def as_shrinkage(
 
 
 class Shrunk(nn.Module):
-    """Any module of hyperparameters, with shrinkage: a call of it is a call of ``module``.
+    """Any module of hyperparameters, with shrinkage. Calling it calls ``module``.
 
     The wrapped module is the attribute ``module``, and its parameters have names that begin with ``module.``.
 

@@ -25,8 +25,8 @@ class Halves(Method):
 
     The halves are every second example (or every second one of several `Batches`), with the shares c. Each half has its
     own warm start, and both use the same training batch and dropout masks. An agreement near zero shows that a step of
-    the hyperparameters is mostly noise of the validation examples. It is no estimate of how far the validation loss is
-    too good, since the hyperparameters were tuned on both halves. The cost is that of two hypergradients.
+    the hyperparameters is mostly noise of the validation examples. It does not show whether the hyperparameters
+    overfit the validation data, since they were tuned on both halves. The cost is that of two hypergradients.
 
     Args:
         method: the method for each half.
