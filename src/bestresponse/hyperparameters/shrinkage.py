@@ -19,7 +19,8 @@ class Shrinkage:
 
     An optimiser such as Adam or RMSprop with learning rate η moves an entry by at most about η a step. An entry
     whose hypergradient always has the same sign then ends at a distance of η / τ from its mean. An entry whose
-    hypergradient is noise stays near the mean. ``strength`` = 0 leaves the hyperparameters free, and 1 gives all of a group one value.
+    hypergradient is noise stays near the mean. ``strength`` = 0 leaves the hyperparameters free, and 1 gives all of a
+    group one value.
 
     Args:
         strength: τ, the share of the distance, from 0 to 1.
