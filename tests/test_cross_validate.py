@@ -1,5 +1,7 @@
 """`cross_validate` beside scikit-learn's estimators, and its parts: batches of folds, the inner and the outer steps."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -190,6 +192,41 @@ def test_minimising_needs_all_rows():
         br.cross_validate(*linear(10, 2, 1.0), penalised_squares, squared_error, diabetes()[2], batch_size=8)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"weight_optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)},
+            "weight_optimizer .* got SGD",
+        ),
+        ({"weight_optimizer": Minimise}, "create an instance"),
+        (
+            {"hyper_optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)},
+            "hyper_optimizer .* got SGD",
+        ),
+        ({"hyper_optimizer": torch.optim.LBFGS}, "without a closure; got LBFGS"),
+        ({"seed": "one"}, "seed must be an integer"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(br.Error, match=message):
+        br.cross_validate(*linear(10, 2, 1.0), penalised_squares, squared_error, diabetes()[2], **settings)
+
+
+def test_minimising_refuses_a_loss_with_dropout():
+    torch.manual_seed(0)
+    data = (torch.randn(12, 3), torch.randn(12))
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1))
+    problem = br.Problem(model, br.hyperparameters.WeightDecay(model), penalised_squares, squared_error)
+    before = model[1].weight.clone()
+    with pytest.raises(br.Error, match="the same at each evaluation"):
+        Minimise()(problem, data)
+    assert torch.equal(model[1].weight, before)
+    model.eval()
+    Minimise()(problem, data)
+    assert not torch.equal(model[1].weight, before)
+
+
 @pytest.mark.parametrize("newton_limit", [0, 300])
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("rate", [1.0, 0.01])
@@ -228,9 +265,24 @@ def test_bfgs_finds_the_minimum_from_a_plateau(shape):
         optimizer.step()
         assert float((theta.detach() - before).abs().max()) <= 2.5 + 1e-12
     torch.testing.assert_close(theta.detach(), centre, atol=1e-4, rtol=0)
-    again = BFGS([nn.Parameter(theta.detach().clone())])
-    again.load_state_dict(optimizer.state_dict())
-    assert again.state_dict()["state"][0]["length"] == optimizer.state_dict()["state"][0]["length"]
+
+
+def test_bfgs_continues_exactly_from_a_saved_state_in_float32():
+    def step(theta, optimizer):
+        theta.grad = torch.tensor([1.0, 5.0]).to(theta) * theta.detach() ** 3
+        optimizer.step()
+
+    theta = nn.Parameter(torch.tensor([3.0, 1.0], dtype=torch.float32))
+    optimizer = BFGS([theta])
+    for _ in range(4):
+        step(theta, optimizer)
+    copied = nn.Parameter(theta.detach().clone())
+    again = BFGS([copied])
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(3):
+        step(theta, optimizer)
+        step(copied, again)
+        assert torch.equal(theta, copied)
 
 
 def rows_of(batches):
@@ -290,6 +342,15 @@ def test_data_sets_are_collated():
         (torch.zeros(5), 6, {}, "folds must be at most the number of examples, 5; got 6"),
         (torch.zeros(5), "five", {}, "folds must be a number of folds"),
         (torch.zeros(5), [([0, 1], [])], {}, "folds must be at least two"),
+        (torch.zeros(5), [(torch.arange(5) > 1, torch.arange(5) < 2)] * 2, {}, "lists of whole numbers; got"),
+        (torch.zeros(5), [([0.0, 1.0], [2])] * 2, {}, "lists of whole numbers; got"),
+        (torch.zeros(5), [([[0, 1]], [2])] * 2, {}, "lists of whole numbers; got"),
+        (torch.zeros(5), [1, 2], {}, "lists of whole numbers; got 1"),
+        (torch.zeros(5), [([0, 1], [5])] * 2, {}, r"from 0 to 4, .* got \[5\] outside"),
+        (torch.zeros(5), [([0, 1], [-1])] * 2, {}, r"got \[-1\] outside"),
+        (torch.zeros(5), [([0, 1], [1, 2])] * 2, {}, r"got \[1\] in both"),
+        ({"x": torch.zeros(5)}, 2, {}, "data must be a tensor.* got dict"),
+        (torch.tensor(1.0), 2, {}, "data must be a tensor"),
         ((torch.zeros(5), torch.zeros(4)), 2, {}, r"one length; got \[5, 4\]"),
         (5, 2, {}, "data must be a tensor"),
         (torch.zeros(9), 3, {"batch_size": 7}, "smallest fold, 6; got 7"),

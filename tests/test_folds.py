@@ -490,6 +490,36 @@ def test_retrain_trains_the_given_model_on_all_data(kind):
         assert max(float(g.abs().max()) for g in gradient) < 1e-5
 
 
+def test_the_warning_of_one_failed_fold_does_not_call_the_whole_indirect_part_zero():
+    problem, train, val = network(trained=True)
+    signed = lambda m, h, b: b[2] * squared_error(m, h, b[:2]) + problem.hyper(m)  # noqa: E731
+    folds = br.Folds(problem.whole.model, problem.hyper, signed, squared_error, 3)
+    method = br.Implicit(br.ConjugateGradient(10, damping=1.0))
+
+    def call(signs):
+        batch = tuple((*x, torch.tensor(sign)) for x, sign in zip(train, signs, strict=True))
+        with pytest.warns(br.BestResponseWarning, match="the linear solve ended with negative") as caught:
+            h = br.hypergradient(folds, batch, val, method)
+        folds._warned.clear()
+        return h, str(caught[0].message)
+
+    h, message = call([100.0, 100.0, -1000.0])
+    assert any(x.any() for x in h.indirect.values())
+    assert "zero is used" not in message
+    h, message = call([-1000.0] * 3)
+    assert not any(x.any() for x in h.indirect.values())
+    assert "zero is used, so the indirect part is zero" in message
+
+
+def test_inputs_and_targets_are_not_taken_for_two_folds():
+    model = nn.Linear(3, 1)
+    loss = lambda m, h, b: (m(b[0]) - b[1]).square().mean() + h(m)  # noqa: E731
+    problem = br.Folds(model, br.hyperparameters.WeightDecay(model), loss, loss, 2)
+    plain = (torch.randn(6, 3), torch.randn(6))
+    with pytest.raises(br.Error, match="look like the parts of one batch, with 2 dimensions of .* and 1 dim"):
+        br.hypergradient(problem, plain, plain, br.Implicit())
+
+
 def test_wrong_batches_are_named():
     problem, train, val = network()
     with pytest.raises(br.Error, match="tuple of 3 batches"):

@@ -77,6 +77,16 @@ def test_only_rows_with_a_step_shrink():
     assert table.tolist() == [[0.0, 1.0], [3.5, 3.5], [4.0, 5.0], [3.5, 3.5]]
 
 
+@pytest.mark.parametrize("within", ["global", "tensor", lambda name: 0])
+def test_frozen_parameters_do_not_shrink_or_count(within):
+    parameters = grid()
+    parameters["b"].requires_grad_(False)
+    Shrinkage(1.0, within=within).apply_(parameters, 1.0)
+    assert parameters["b"].tolist() == [10.0, 20.0]
+    torch.testing.assert_close(parameters["a"].detach(), torch.full((2, 3), 2.5))
+    Shrinkage(1.0, within=within).apply_({"b": parameters["b"]}, 1.0)
+
+
 def test_full_shrinkage_keeps_a_group_at_one_value_and_bounds_come_last():
     tuner, train, val = make(rate=0.5, weight_steps=1)
     decay = tuner.problem.hyper
@@ -223,6 +233,17 @@ def test_the_watch_can_stop_a_run():
     assert "watch_loss has not improved" in tuner.stopped
 
 
+def test_a_watch_that_is_never_a_number_keeps_nothing():
+    tuner, train, val = overfitted(callbacks.Watch([], 1, 2))
+    (x, y, sign) = tuner.watch.batches[0]
+    tuner.watch.batches = [(x * math.nan, y, sign)]
+    tuner.fit(train, val, 9)
+    assert tuner.watch._means[-1] < tuner.watch._means[0]
+    assert all(math.isnan(row["watch_loss"]) for row in tuner.history)
+    with pytest.raises(br.Error, match="KeepBest needs a row"):
+        tuner.watch.restore(tuner)
+
+
 @pytest.mark.parametrize(
     ("watch", "words"),
     [
@@ -319,6 +340,11 @@ def test_a_run_stops_when_its_steps_are_noise():
         plain.fit(train, val, 1)
 
 
+def test_halves_of_halves_are_refused():
+    with pytest.raises(br.Error, match="for each half; got Halves"):
+        br.Halves(br.Halves())
+
+
 def test_halves_of_a_batch():
     x = torch.arange(5)
     (one, c), (other, d) = halves_of({"x": x, "scale": torch.tensor(2.0)})
@@ -328,6 +354,10 @@ def test_halves_of_a_batch():
     (one, c), (other, d) = halves_of(Batches([1, 2, 3], weights=[1, 2, 3]))
     assert (list(one), list(other)) == ([1, 3], [2])
     assert (c, d) == pytest.approx((2 / 3, 1 / 3))
-    for bad in (x[:1], "text", (x, x[:2])):
+    texts = ["a", "b", "c", "d", "e"]
+    (one, _), (other, _) = halves_of((x, texts, tuple(texts), "text", 3.0, None))
+    assert one[1:] == (["a", "c", "e"], ("a", "c", "e"), "text", 3.0, None)
+    assert other[1:] == (["b", "d"], ("b", "d"), "text", 3.0, None)
+    for bad in (x[:1], "text", (x, x[:2]), (x, texts[:4]), (x, x.numpy())):
         with pytest.raises(br.Error, match="divided into halves"):
             halves_of(bad)

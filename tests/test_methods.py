@@ -418,6 +418,19 @@ def test_state_is_kept_by_method_object_forgotten_and_emptied():
     assert problem.state(method).solution is None
 
 
+def test_an_interrupted_call_drops_what_its_curvature_learned():
+    class Interrupted(br.ConjugateGradient):
+        def iterate(self, system):
+            super().iterate(system)
+            raise KeyboardInterrupt
+
+    problem, train, val = cases.network()
+    method = br.Implicit(Interrupted(max_steps=2), br.FiniteDifference())
+    with pytest.raises(KeyboardInterrupt):
+        br.hypergradient(problem, train, val, method)
+    assert problem.state(method.curvature).memory == {}
+
+
 def test_a_failed_call_leaves_the_state_as_it_was():
     problem, train, val = cases.network()
     method = br.Implicit()
@@ -425,7 +438,8 @@ def test_a_failed_call_leaves_the_state_as_it_was():
     state = problem.state(method)
     with pytest.raises(br.Error):
         br.hypergradient(problem, (train[0] * float("nan"), train[1]), val, method)
-    assert problem.state(method) is state
+    assert problem.state(method).solution is state.solution
+    assert problem.state(method).memory == state.memory
 
 
 def test_a_cold_method_keeps_no_solution():

@@ -293,7 +293,13 @@ def test_shapes_of_shared_rates():
 
 
 @pytest.mark.parametrize(
-    "per", [lambda name: 3, lambda name: "", lambda name: name.split(".")[0] + ".x" * (name[2] == "b")]
+    "per",
+    [
+        lambda name: 3,
+        lambda name: "",
+        lambda name: "a.type",
+        lambda name: name.split(".")[0] + ".x" * (name[2] == "b"),
+    ],
 )
 def test_bad_names_of_groups(per):
     with pytest.raises(br.Error, match="must return the name of a group"):
@@ -355,7 +361,8 @@ def test_shrinkage_and_bounds_around_a_centre():
 
 
 @pytest.mark.parametrize(
-    ("per", "around"), [("tensor", "weight"), ("input", "unit"), ("global", "tensor"), ("weight", "x")]
+    ("per", "around"),
+    [("tensor", "weight"), ("input", "unit"), ("global", "tensor"), ("weight", "x"), ("weight", "")],
 )
 def test_a_centre_is_coarser(per, around):
     with pytest.raises(br.Error, match="around must be"):

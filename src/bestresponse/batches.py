@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .errors import ArgumentError, ArgumentTypeError
 
+_PLAIN = (bool, int, float, complex, str, bytes)
+
 
 class Batches:
     """Several batches that can replace a single batch: the weighted mean of their losses.
@@ -72,19 +74,14 @@ def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A batch with a function applied to each of its tensors, in tuples, lists and dicts."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, Batches):
-        return Batches([mapped(b, function) for b in batch], batch.weights, batch.recompute)
-    if isinstance(batch, dict):
-        return type(batch)({k: mapped(v, function) for k, v in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(v, function) for v in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(mapped(v, function) for v in batch)
-    return batch
+    return _rebuilt(batch, lambda part: mapped(part, function))
 
 
 def length_of(batch: Any) -> int | None:
-    """The number of examples of a plain batch: the one length of its tensors; None if it cannot be known."""
+    """The number of examples of a plain batch; None if it cannot be known.
+
+    It is the one length of the batch's tensors and of its lists and tuples of numbers or texts.
+    """
     lengths: set[int] = set()
     try:
         _measure(batch, lengths)
@@ -94,8 +91,10 @@ def length_of(batch: Any) -> int | None:
 
 
 def rows_of(batch: Any, rows: slice) -> Any:
-    """Some of a plain batch's examples; tensors without dimensions stay whole."""
-    return mapped(batch, lambda x: x[rows] if x.ndim else x)
+    """Some of a plain batch's examples; numbers, texts and tensors without dimensions stay whole."""
+    if isinstance(batch, Tensor):
+        return batch[rows] if batch.ndim else batch
+    return batch[rows] if _is_column(batch) else _rebuilt(batch, lambda part: rows_of(part, rows))
 
 
 def halves_of(batch: Any) -> list[tuple[Any, float]]:
@@ -112,8 +111,8 @@ def halves_of(batch: Any) -> list[tuple[Any, float]]:
     length = length_of(plain) or 0
     if length < 2:
         raise ArgumentError(
-            "a validation batch that is divided into halves must be a tensor, or a tuple, list or dict of tensors of "
-            f"one length ≥ 2; got {type(plain).__name__}"
+            "a validation batch that is divided into halves must be a tensor, or a tuple, list or dict of tensors (and "
+            f"lists of numbers or texts) of one length ≥ 2; got {type(plain).__name__}"
             f"{'' if length_of(plain) is None else f' of length {length}'}. Pass "
             "Batches([half, half]) instead."
         )
@@ -124,17 +123,39 @@ def halves_of(batch: Any) -> list[tuple[Any, float]]:
     ]
 
 
+def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """A collection with a function applied to each of its parts; anything else as it is."""
+    if isinstance(batch, Batches):
+        return Batches(map(function, batch), batch.weights, batch.recompute)
+    if isinstance(batch, dict):
+        return type(batch)({k: function(v) for k, v in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(function, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(function, batch))
+    return batch
+
+
+def _is_column(batch: Any) -> bool:
+    """Whether it is a list or tuple of numbers or texts, one for each example."""
+    return type(batch) in (list, tuple) and bool(batch) and all(isinstance(x, _PLAIN) for x in batch)
+
+
 def _measure(batch: Any, lengths: set[int]) -> None:
-    """Collect the lengths of the tensors; raise if there is more than plain collections and plain tensors."""
+    """Collect the lengths; raise if there is more than plain collections, plain tensors, numbers and texts."""
     if isinstance(batch, Tensor):
         if type(batch) is not Tensor or batch.layout != torch.strided or batch.is_nested:
             raise TypeError
         lengths.update([len(batch)] if batch.ndim else [])
+    elif _is_column(batch):
+        lengths.add(len(batch))
     elif isinstance(batch, dict | list | tuple):
         if type(batch) not in (dict, list, tuple) and not hasattr(batch, "_fields"):
             raise TypeError
         for value in batch.values() if isinstance(batch, dict) else batch:
             _measure(value, lengths)
+    elif batch is not None and not isinstance(batch, _PLAIN):
+        raise TypeError
 
 
 def _normalised(weights: Iterable[float] | None, count: int) -> list[float]:

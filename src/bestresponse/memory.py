@@ -24,12 +24,20 @@ class MethodState:
     solution: Tree | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
+    def copy(self) -> "MethodState":
+        """The same tensors and values in dicts that can change without those of this state."""
+        return MethodState(self.solution, _own_dicts(self.memory))
+
     def fits(self, weights: Mapping[str, Tensor]) -> bool:
         """Whether the solution still has the layout of the weights."""
         if self.solution is None:
             return True
         of_solution = {n: w for n, w in weights.items() if n in self.solution}
         return _tree.same_layout(self.solution, of_solution)
+
+
+def _own_dicts(value: Any) -> Any:
+    return {k: _own_dicts(x) for k, x in value.items()} if isinstance(value, dict) else value
 
 
 @runtime_checkable

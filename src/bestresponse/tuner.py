@@ -273,7 +273,7 @@ class Tuner:
         if self.policy == "warn":
             warn_of_failure(self.problem, self.method, result)
         elif result.solve is not None and failed:
-            raise SolveError(f"at hyper-step {number}, {failure_message(result.solve)}")
+            raise SolveError(f"at hyper-step {number}, {failure_message(result.solve, result.indirect)}")
         return True
 
     def _step_scheduler(self, scheduler: Any, val_loss: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Cross-validation as the outer loss: a problem over folds, its batches, and the whole in one call."""
+"""Cross-validation as the outer loss: a problem over folds, its batches, and one function for a complete run."""
 
 from .bfgs import BFGS
 from .call import CrossValidation, cross_validate

@@ -25,7 +25,7 @@ _ROUNDING = 1e4
 def runs_joined(method: Method) -> bool:
     """Whether a method gives each fold its own answer if it runs on the joined losses of all folds.
 
-    No number may depend on the weights of several folds, other than in the solver, of which each fold has its own.
+    Each fold has its own solver. Outside the solver, no number may depend on the weights of several folds.
     """
     if type(method) is Implicit:
         assert method.solver is not None
@@ -46,7 +46,7 @@ def alike(batches: Sequence[Any]) -> list[list[int]]:
 
 
 def _layout(batch: Any, number: int) -> Hashable:
-    """What must agree for two batches to be stacked; ``number`` itself for one that can't be."""
+    """The properties that two batches must share to be stacked; ``number`` for a batch that can't be stacked."""
     leaves, spec = pytree.tree_flatten(batch)
     found: list[Hashable] = [str(spec)]
     for x in leaves:
@@ -94,7 +94,7 @@ def runs_batched(loss: Loss, folds: Sequence[Fold], names: Sequence[str]) -> boo
         kept = [_numbers(m) for m in modules]
         with torch.enable_grad(), second_derivatives():
             losses = together(loss, pair, names)
-            drawn = not _same(before, random_state.snapshot())
+            drawn = not random_state.same(before, random_state.snapshot())
             if [_numbers(m) for m in modules] != kept or any(map(_keeps_tensors_of_vmap, modules)):
                 return False
             _differentiate_twice(losses.sum(), [p for m in models for p in m.parameters() if p.requires_grad])
@@ -135,8 +135,3 @@ def _keeps_tensors_of_vmap(root: nn.Module) -> bool:
 def _is_form(node: Any) -> bool:
     """Whether a node of the graph belongs to a form of this library."""
     return getattr(getattr(node, "_forward_cls", None), "__module__", "").startswith(random_state.__package__)
-
-
-def _same(one: random_state.State, other: random_state.State) -> bool:
-    """Whether torch's generators have not moved."""
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one, other, strict=True) if isinstance(a, Tensor))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ArgumentTypeError, require
+from ..errors import ArgumentTypeError, require, require_number
 
 # Growth of a step in the last one's direction while there is no positive curvature, and what is left after a turn.
 _GROW, _SHRINK = 2.0, 0.5
@@ -29,8 +29,16 @@ class BFGS(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], first: float = 1.0, longest: float = 2.5) -> None:
+        require_number("BFGS.first", first)
+        require_number("BFGS.longest", longest)
         require(0 < first <= longest, "BFGS.first", f"positive and at most longest={longest}", first)
         super().__init__(params, {"first": first, "longest": longest})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict`; the state keeps its double precision, whatever that of the parameters."""
+        super().load_state_dict(state_dict)
+        for own, saved in zip(self.state.values(), state_dict["state"].values(), strict=True):
+            own.update((name, x.to(own[name].device)) for name, x in saved.items() if isinstance(x, Tensor))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

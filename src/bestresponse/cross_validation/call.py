@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _tree
-from ..errors import ArgumentError, require, require_integer, require_number
+from ..errors import ArgumentError, ArgumentTypeError, require, require_integer, require_number
 from ..methods import Implicit, Method
 from ..passes.substitution import Loss
 from ..solvers import ConjugateGradient, Exact
@@ -126,6 +126,7 @@ def cross_validate(
         A `CrossValidation`.
 
     Raises:
+        ArgumentTypeError: an optimiser in place of a function that makes one.
         ArgumentError: ``batch_size`` with `Minimise`; or those of `Folds`, `fold_batches` and `Tuner`.
     """
     require_integer("hyper_steps", hyper_steps, 1)
@@ -138,6 +139,8 @@ def cross_validate(
             "lambda weights: torch.optim.Adam(weights, 1e-3)."
         )
     train, val = fold_batches(data, folds, targets=targets, groups=groups, batch_size=batch_size, seed=seed)
+    _require_maker("weight_optimizer", weight_optimizer)
+    _require_maker("hyper_optimizer", hyper_optimizer)
     problem = Folds(model, hyper, train_loss, val_loss, len(train.rows), val_mode, verify)
     kept = _Kept(problem, tolerance, _PATIENCE if exact else math.inf)
     weights = problem.weights.values()
@@ -196,6 +199,20 @@ class _Kept:
 
     def _now(self) -> dict[str, Any]:
         return copy.deepcopy(self._problem.hyper.state_dict())
+
+
+def _require_maker(name: str, value: object) -> None:
+    """Raise for an optimiser in place of a function that makes one."""
+    if value is not None and (not callable(value) or value is Minimise):
+        got = (
+            "the class Minimise; create an instance, Minimise()"
+            if value is Minimise
+            else type(value).__name__
+        )
+        raise ArgumentTypeError(
+            f"{name} must be a function that makes a torch optimiser of given parameters, as in "
+            f"lambda parameters: torch.optim.Adam(parameters, 1e-3); got {got}."
+        )
 
 
 def _adam(parameters: Iterable[Tensor]) -> Optimizer:

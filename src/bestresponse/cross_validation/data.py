@@ -1,6 +1,6 @@
 """The batches of the folds of a data set."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class FoldBatches:
                     f"batch_size must be at most the number of rows of the smallest fold, {smallest}; got "
                     f"{batch_size}. Pass a smaller one, or None for all rows."
                 )
+        require_integer("seed", seed, 0)
         self.rows, self.batch_size = list(rows), batch_size
         self.generator = torch.Generator().manual_seed(seed)
         self._data, self._collate = data, collate
@@ -102,7 +103,8 @@ def fold_batches(
 
     Raises:
         ArgumentTypeError: ``data`` has no rows, or ``folds`` is not one of these.
-        ArgumentError: there are more folds than examples, tensors of different lengths, or empty folds.
+        ArgumentError: there are more folds than examples, tensors of different lengths, or empty folds; or a row is
+            outside the data, or serves a fold both for training and for validation.
     """
     rows = splits(folds, _length(data), targets, groups)
     train, val = zip(*rows, strict=True)
@@ -154,13 +156,39 @@ def splits(folds: Any, length: int, targets: Any = None, groups: Any = None) -> 
             "folds must be a number of folds, a splitter of scikit-learn, or pairs of training and validation rows; "
             f"got {folds!r}."
         )
-    rows = [(torch.as_tensor(a).long(), torch.as_tensor(b).long()) for a, b in pairs]
+    rows = [_row_numbers(pair, length) for pair in pairs]
     if len(rows) < 2 or any(len(x) == 0 for pair in rows for x in pair):
         raise ArgumentError(
             f"folds must be at least two, each with training and validation rows; got {len(rows)} with "
             f"{[(len(a), len(b)) for a, b in rows][:5]} rows."
         )
     return rows
+
+
+def _row_numbers(pair: Any, length: int) -> Rows:
+    """The training and the validation rows of a fold as tensors."""
+    try:
+        train, val = (torch.as_tensor(rows) for rows in pair)
+        kinds = [x.dtype if len(x) else torch.long for x in (train, val)]
+        fits = all(x.ndim == 1 for x in (train, val)) and not any(
+            k == torch.bool or k.is_floating_point or k.is_complex for k in kinds
+        )
+    except (TypeError, ValueError, RuntimeError):  # not two, or not numbers
+        fits = False
+    if not fits:
+        raise ArgumentTypeError(
+            "each fold must be a pair of training and validation rows, two lists of whole numbers; got "
+            f"{pair!r}. Of a mask pass the rows: mask.nonzero().flatten()."
+        )
+    train, val = train.long().cpu(), val.long().cpu()
+    outside = [i for x in (train, val) for i in x.tolist() if not 0 <= i < length]
+    both = sorted(set(train.tolist()) & set(val.tolist()))
+    if outside or both:
+        raise ArgumentError(
+            f"the rows of a fold must be from 0 to {length - 1}, and none both for training and for validation; got "
+            f"{f'{outside[:5]} outside' if outside else f'{both[:5]} in both'}."
+        )
+    return train, val
 
 
 def _length(data: Any) -> int:
@@ -173,7 +201,8 @@ def _length(data: Any) -> int:
                 "the examples."
             )
         return lengths.pop()
-    if isinstance(data, tuple | list) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    rowless = isinstance(data, tuple | list | Mapping) or (isinstance(data, Tensor) and not data.ndim)
+    if rowless or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise ArgumentTypeError(
             "data must be a tensor, a tuple of tensors, or a data set with __getitem__ and __len__; got "
             f"{type(data).__name__}."

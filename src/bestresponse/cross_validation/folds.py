@@ -36,10 +36,10 @@ class Folds(Problem):
     damping. A report has the worst of each number over the folds.
 
     Folds whose batches have equal shapes run batched, by ``torch.func.vmap``, where the model allows it; other folds
-    run in turn. Models with buffers, convolutions, layer norms or recurrent layers run in turn, and so do modules that
-    keep a count or an activation, and batches of other things than tensors. Hypergradients run batched for
-    ``Implicit(curvature=Hessian())``, `Unrolled` with settings that are numbers, and `Direct`. Each fold has dropout
-    masks of its own, batched or in turn.
+    run in turn. These run in turn too: models with buffers, convolutions, layer norms or recurrent layers; modules that
+    keep a count or an activation; and batches with parts other than tensors, numbers and texts. Hypergradients run
+    batched for ``Implicit(curvature=Hessian())``, `Unrolled` with settings that are numbers, and `Direct`. Each fold
+    has its own dropout masks, batched or in turn.
 
     Args:
         model: the module to copy. It is not trained itself: `Tuner.retrain` trains it on all data.
@@ -71,6 +71,8 @@ class Folds(Problem):
         batched: bool = True,
     ) -> None:
         require_integer("Folds.folds", folds, 2)
+        if not isinstance(batched, bool):
+            raise ArgumentTypeError(f"Folds.batched must be True or False; got {batched!r}.")
         self._whole = Problem(model, hyper, train_loss, val_loss, val_mode, verify)
         self._losses = {"train_loss": train_loss, "val_loss": val_loss}
         kept = (*hyper.modules(), *hyper.parameters(), *hyper.buffers())
@@ -194,6 +196,14 @@ class Folds(Problem):
             raise ArgumentTypeError(
                 f"a batch of Folds must be a tuple of {len(self.folds)} batches, one for each fold; got a "
                 f"{type(batch).__name__}{size}. Make the batches with cross_validation.fold_batches."
+            )
+        # A pair of inputs and targets would pass for the batches of two folds.
+        kinds = [(x.ndim, x.dtype) for x in batch if isinstance(x, Tensor)]
+        if len(kinds) == len(batch) and len(set(kinds)) > 1:
+            raise ArgumentTypeError(
+                f"a batch of Folds must be a tuple of {len(batch)} batches, one for each fold; got tensors that look "
+                f"like the parts of one batch, with {' and '.join(f'{n} dimensions of {t}' for n, t in kinds)}. Make "
+                "the batches with cross_validation.fold_batches."
             )
         return batch
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..batches import weighted
-from ..errors import require, require_integer, require_number
+from ..errors import EvaluationError, require, require_integer, require_number
+from ..passes import random_state
 from ..problem import Problem
 from .objective import Objective, dots
 
@@ -17,7 +18,7 @@ from .objective import Objective, dots
 _DECREASE, _HALVINGS = 1e-4, 30
 # How many sizes of a step are tried in which several weights may stop at a kink.
 _TOGETHER = 3
-# Newton's steps take curvatures below this share of the largest as none.
+# Newton's steps treat curvatures below this share of the largest as zero.
 _FLAT = 1e-12
 
 
@@ -28,14 +29,19 @@ class Minimise:
     With few weights the steps are Newton's, w ← w − H⁻¹ g with the dense Hessian H of each fold; with more they are
     those of limited-memory BFGS. On `Folds` each fold has its own directions, step sizes and end; one pass evaluates
     the losses of all. Under a penalty with a kink at zero, such as ``WeightDecay(power=1)``, steps stay within the
-    orthant, so that weights reach exactly zero. The loss must be the same at each evaluation, without dropout or
-    mini-batches, and needs weights of one dtype and device.
+    orthant, so that weights reach exactly zero.
+
+    The loss must be the same at each evaluation, without dropout or mini-batches, and needs weights of one dtype and
+    device.
 
     Args:
         max_steps: the largest number of steps in a call.
         tolerance: a fold ends when a step promises to lower its loss by less than this share.
         newton_limit: the largest number of weights of a fold for Newton's steps.
         history: the number of earlier steps that limited-memory BFGS uses.
+
+    Raises:
+        EvaluationError: the loss has another value at the same weights.
 
     Reference: Liu and Nocedal (1989); Andrew and Gao (2007).
     """
@@ -55,7 +61,14 @@ class Minimise:
     def __call__(self, problem: Problem, batch: Any) -> None:
         objective = Objective(problem, weighted(batch))
         w = objective.weights()
+        before = random_state.snapshot()
         loss, gradient = objective(w)
+        if not random_state.same(before, random_state.snapshot()) and not torch.equal(loss, objective(w)[0]):
+            raise EvaluationError(
+                "Minimise needs a training loss that is the same at each evaluation; got another value at the same "
+                "weights. Take dropout and other random draws out of it, or use a torch optimiser: weight_optimizer="
+                "lambda weights: torch.optim.Adam(weights, 1e-3)."
+            )
         pairs = _Pairs(self.history)
         newton = w.shape[1] <= self.newton_limit
         least = max(self.tolerance, 4.0 * torch.finfo(w.dtype).eps)

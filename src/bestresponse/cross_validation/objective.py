@@ -67,7 +67,7 @@ class Objective:
         return (total + total.transpose(1, 2)) / 2
 
     def one_sided(self, w: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The slope to the side that lowers the loss, zero if a kink holds the weight, and which weights are at one."""
+        """The slope to the side that lowers the loss (zero if a kink holds the weight), and the weights at a kink."""
         at_kink = (w == 0) & (self.rates > 0)
         held = gradient.clamp(-self.rates, self.rates)
         return torch.where(at_kink, gradient - held, gradient), at_kink

@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ArgumentError
 
 Sharing = Literal["global", "tensor", "unit", "input", "weight"] | Callable[[str], str]
+
+_MODULE = nn.Module()
 
 
 def require_sharing(name: str, value: object) -> None:
@@ -28,10 +30,11 @@ def places(root: str, per: Sharing, names: Sequence[str]) -> dict[str, str]:
     parts = set(groups.values())
     for group in parts:
         inside = isinstance(group, str) and [g for g in parts if str(g).startswith(f"{group}.")]
-        if not isinstance(group, str) or not all(group.split(".")) or inside:
+        if not isinstance(group, str) or inside or not all(map(_names_a_part, group.split("."))):
             raise ArgumentError(
-                "the function WeightDecay.per must return the name of a group, such as 'encoder', which is not the "
-                f"beginning of another group's name; got {group!r}."
+                "the functions WeightDecay.per and around must return the name of a group, such as 'encoder', which is "
+                "not the beginning of another group's name, and no name of a method or attribute of a module; got "
+                f"{group!r}."
             )
     return {name: f"{root}.{group}" for name, group in groups.items()}
 
@@ -56,6 +59,11 @@ def shape_of(per: Sharing, w: Tensor) -> torch.Size:
         return torch.Size()
     kept = 0 if per == "unit" else 1
     return torch.Size(n if d == kept else 1 for d, n in enumerate(w.shape))
+
+
+def _names_a_part(text: str) -> bool:
+    """Whether a module can have a parameter of this name."""
+    return bool(text) and not hasattr(_MODULE, text)
 
 
 def _fits(fine: torch.Size, coarse: torch.Size) -> bool:

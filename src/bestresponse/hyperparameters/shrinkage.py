@@ -17,16 +17,18 @@ Groups = Literal["global", "tensor", "unit", "input"] | Callable[[str], Hashable
 class Shrinkage:
     """After a step of the hyperparameters, move each towards the mean of its group: h ← h + τ (mean − h).
 
-    An optimiser such as Adam or RMSprop with learning rate η moves an entry by at most about η a step. Then an entry
-    whose hypergradient has always the same sign ends at a distance of η / τ from its mean, and one whose sign is noise
-    stays near it. ``strength`` = 0 leaves the hyperparameters free, and 1 gives all of a group one value.
+    An optimiser such as Adam or RMSprop with learning rate η moves an entry by at most about η a step. An entry
+    whose hypergradient always has the same sign then ends at a distance of η / τ from its mean. An entry whose
+    hypergradient is noise stays near the mean. ``strength`` = 0 leaves the hyperparameters free, and 1 gives all of a
+    group one value.
 
     Args:
         strength: τ, the share of the distance, from 0 to 1.
         towards: a fixed value in place of the mean, in the units in which the module takes its initial value.
         within: the groups. "global": all entries of the module. "tensor": those of each parameter. "unit": those with
-            the same first index, such as the weights into one unit. "input": those with the same second index. Or a
-            function of a parameter's name; the parameters for which it returns the same value are one group.
+            the same first index, such as the weights into one unit. "input": those with the same second index. With
+            "unit" and "input", all entries of a vector are one group. Or a function of a parameter's name; the
+            parameters for which it returns the same value are one group.
 
     Raises:
         ArgumentError: an argument is out of its range.
@@ -51,7 +53,8 @@ class Shrinkage:
     def apply_(self, parameters: Mapping[str, Tensor], factor: float, towards: float | None = None) -> None:
         """Shrink parameters in place, with the strength ``factor`` · τ.
 
-        Where ``.grad`` is sparse, only the rows that it has move: the others took no step.
+        Where ``.grad`` is sparse, only the rows that it has move: the others took no step. Frozen parameters do not
+        move, and do not count in a mean.
 
         Args:
             parameters: by name.
@@ -61,7 +64,7 @@ class Shrinkage:
         share = min(max(self.strength * factor, 0.0), 1.0)
         if share == 0.0:
             return
-        for members in self._groups(parameters):
+        for members in self._groups({n: p for n, p in parameters.items() if p.requires_grad}):
             target = self._mean(members) if towards is None else towards
             for p in members:
                 rows = _rows_of_the_step(p)
@@ -72,7 +75,7 @@ class Shrinkage:
 
     def _groups(self, parameters: Mapping[str, Tensor]) -> Iterable[list[Tensor]]:
         if self.within == "global":
-            return [list(parameters.values())]
+            return [list(parameters.values())] if parameters else []
         if not callable(self.within):
             return [[p] for p in parameters.values()]
         groups: dict[Hashable, list[Tensor]] = {}
@@ -110,7 +113,7 @@ def as_shrinkage(
 
 
 class Shrunk(nn.Module):
-    """Any module of hyperparameters, with shrinkage: a call of it is a call of ``module``.
+    """Any module of hyperparameters, with shrinkage. Calling it calls ``module``.
 
     The wrapped module is the attribute ``module``, and its parameters have names that begin with ``module.``.
 

@@ -70,7 +70,7 @@ class WeightDecay(nn.Module):
         if per is None:
             per = "global" if power == 1 else "weight"
         require_sharing("WeightDecay.per", per)
-        require_sharing("WeightDecay.around", around or "global")
+        require_sharing("WeightDecay.around", "global" if around is None else around)
         if not power >= 1:
             raise ArgumentError(f"WeightDecay.power must be ≥ 1; got {power!r}.")
         if not 0 < minimum <= initial <= maximum < math.inf:

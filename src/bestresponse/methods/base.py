@@ -139,7 +139,7 @@ def unchecked_hypergradient(
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
-    before = {part: problem.state(part) for part in (method, *method.parts_that_remember().values())}
+    before = {part: problem.state(part).copy() for part in (method, *method.parts_that_remember().values())}
     try:
         if parts := problem.parts(method, train_batch, val_batch, seed):
             return added([unchecked_hypergradient(*p[:3], method, p[3], weight_optimizer) for p in parts])

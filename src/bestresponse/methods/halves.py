@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import _tree
 from ..batches import halves_of
+from ..errors import ArgumentTypeError
 from ..problem import Passes
 from ..solvers import Report
 from ..solvers.blockwise import worst_of
@@ -25,14 +26,14 @@ class Halves(Method):
 
     The halves are every second example (or every second one of several `Batches`), with the shares c. Each half has its
     own warm start, and both use the same training batch and dropout masks. An agreement near zero shows that a step of
-    the hyperparameters is mostly noise of the validation examples. It is no estimate of how far the validation loss is
-    too good, since the hyperparameters were tuned on both halves. The cost is that of two hypergradients.
+    the hyperparameters is mostly noise of the validation examples. It does not show whether the hyperparameters
+    overfit the validation data, since they were tuned on both halves. The cost is that of two hypergradients.
 
     Args:
         method: the method for each half.
 
     Raises:
-        ArgumentTypeError: ``method`` is not a method.
+        ArgumentTypeError: ``method`` is not a method, or is itself a `Halves`.
     """
 
     method: Method = field(default_factory=Implicit)
@@ -41,6 +42,10 @@ class Halves(Method):
 
     def __post_init__(self) -> None:
         require_method(self.method)
+        if isinstance(self.method, Halves):
+            raise ArgumentTypeError(
+                f"Halves.method must be a method for each half; got {self.method!r}. Use it alone."
+            )
         object.__setattr__(self, "_second", copy.copy(self.method))
 
     @property

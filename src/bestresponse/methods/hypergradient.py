@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _tree
+from .._tree import Tree
 from ..errors import EvaluationError
 from ..memory import settings_of
 from ..problem import Problem
@@ -33,7 +34,7 @@ class Hypergradient:
         verification: the result of comparing the derivatives with differences at the first call: "verified", or
             "not verified" and why; None if `Problem` was made with verify=False.
         agreement: the cosine of the hypergradients on two halves of the validation batch, from −1 to 1, and NaN if
-            one is zero; None unless the method is `Halves`.
+            one is zero; of folds, the lowest of each fold's. None unless the method is `Halves`.
     """
 
     total: dict[str, Tensor]
@@ -114,9 +115,9 @@ def added(results: Sequence[Hypergradient]) -> Hypergradient:
     )
 
 
-def failure_message(report: Report) -> str:
-    """The message about a failed solve."""
-    nothing = report.residual is not None and report.residual >= 1.0 - 1e-6
+def failure_message(report: Report, indirect: Tree) -> str:
+    """The message about a failed solve, and the indirect part that came of it."""
+    nothing = report.residual is not None and report.residual >= 1.0 - 1e-6 and _tree.norm(indirect) == 0.0
     used = "zero is used, so the indirect part is zero" if nothing else "its best iterate is used"
     advice = "More damping, another solver or curvature, or better trained weights may help."
     if report.status is Status.NOT_FINITE and report.detail:
@@ -158,4 +159,6 @@ def require_finite(result: Hypergradient, when: str = "") -> None:
 def warn_of_failure(problem: Problem, method: object, result: Hypergradient) -> None:
     """Warn of a failed solve, once for each status and each method with these settings."""
     if result.solve is not None and result.solve.status.failed:
-        problem.warn_once((result.solve.status, settings_of(method)), failure_message(result.solve))
+        problem.warn_once(
+            (result.solve.status, settings_of(method)), failure_message(result.solve, result.indirect)
+        )

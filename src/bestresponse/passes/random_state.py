@@ -39,6 +39,13 @@ def restore(states: State) -> None:
             module.set_rng_state(state, index)
 
 
+def same(one: State, other: State) -> bool:
+    """Whether torch's generators have not moved between two snapshots."""
+    return all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(one, other, strict=True) if isinstance(a, torch.Tensor)
+    )
+
+
 def seed_all(seed: int) -> None:
     """Seed every global generator."""
     # torch.manual_seed records the whole call stack for future devices, which takes a millisecond.

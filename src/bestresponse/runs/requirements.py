@@ -82,6 +82,11 @@ def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
         raise ArgumentTypeError(
             f"the hyper-optimiser must be a torch optimiser; got {type(optimizer).__name__}."
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            "the hyper-optimiser must step without a closure; got LBFGS. Use Adam, or cross_validation.BFGS, which "
+            "needs gradients alone."
+        )
     held = _held(optimizer)
     weights = [n for n, w in problem.weights.items() if id(w) in held]
     missing = [n for n, p in problem.hyperparameters.items() if id(p) not in held]

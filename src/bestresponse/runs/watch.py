@@ -30,7 +30,8 @@ class Watch(KeepBest):
     Args:
         batches: a loader or a list, all of which is measured each time. Batches whose tensors have one length count by
             it, others equally.
-        every: hyper-steps between two measurements; the last one of a run is measured in any case.
+        every: hyper-steps between two measurements. The last hyper-step of a `fit` is measured too, unless a callback
+            stopped the run.
         patience: measurements without a new minimum before the warning.
 
     Raises:
@@ -60,9 +61,12 @@ class Watch(KeepBest):
         super().__call__(tuner)
         self._means = [mean] if self.row is row else [*self._means, mean]
         self._recent = []
-        if len(self._means) > self.patience and self._means[-1] < self._means[0] and not self._warned:
+        overfits = len(self._means) > self.patience and self._means[-1] < self._means[0]
+        if (
+            overfits and self.row is not None and not self._warned
+        ):  # there is none if the loss was never a number
             self._warned = True
-            warnings.warn(self._message(row), BestResponseWarning, stacklevel=3)
+            warnings.warn(self._message(self.row, row), BestResponseWarning, stacklevel=3)
 
     def measure(self, tuner: Run) -> float:
         """The mean loss over the batches at the present state, without side effects.
@@ -83,11 +87,10 @@ class Watch(KeepBest):
             )
         return total / count
 
-    def _message(self, row: Mapping[str, Any]) -> str:
-        assert self.row is not None
+    def _message(self, best: Mapping[str, Any], row: Mapping[str, Any]) -> str:
         return (
-            f"the loss on the watch's data was lowest at hyper-step {self.row['hyper_step']}, "
-            f"{self.row['watch_loss']:.4g}, and is {row['watch_loss']:.4g} at hyper-step {row['hyper_step']}, while "
+            f"the loss on the watch's data was lowest at hyper-step {best['hyper_step']}, "
+            f"{best['watch_loss']:.4g}, and is {row['watch_loss']:.4g} at hyper-step {row['hyper_step']}, while "
             f"the validation loss fell from {self._means[0]:.4g} to {self._means[-1]:.4g}: the hyperparameters overfit "
             "the validation data. The best state is kept; tuner.watch.restore(tuner) puts it back. Stop there "
             '(callbacks.EarlyStopping("watch_loss")), use more validation data, or draw the hyperparameters together '
