@@ -51,7 +51,7 @@ def gauss_newton(decay: nn.Module) -> br.GaussNewton:
 
 RECOMMENDED: dict[str, Callable[[nn.Module], br.Method]] = {
     "Implicit(curvature=GaussNewton(...))": lambda decay: br.Implicit(curvature=gauss_newton(decay)),
-    "the same, 2 steps": lambda decay: br.Implicit(
+    "GaussNewton, 2 steps": lambda decay: br.Implicit(
         br.ConjugateGradient(2, damping=None), gauss_newton(decay), warm_start=True, estimate_error=False
     ),
 }
@@ -163,7 +163,7 @@ OTHERS: dict[str, tuple[str, Callable[[Task], Tensors]]] = {
     "hypergrad, Neumann, 3 terms": ("hypergrad", lambda task: hypergrad(task, 3, SCALE)),
     "hypergrad, Neumann, 20 terms": ("hypergrad", lambda task: hypergrad(task, 20, SCALE)),
 }
-OURS = (PAPERS, "Neumann, 20 terms", "Implicit()", "Implicit(curvature=GaussNewton)", "the same, 2 steps")
+OURS = (PAPERS, "Neumann, 20 terms", "Implicit()", "Implicit(curvature=GaussNewton)", "GaussNewton, 2 steps")
 
 
 def race(folder: Path | None, hyper_rate: float, seeds: int, hyper_steps: int) -> list[dict[str, Any]]:

@@ -51,9 +51,9 @@ METHODS: dict[str, Callable[[Setting], br.Method]] = {
     "conjugate gradient, 20 steps": lambda setting: br.Implicit(br.ConjugateGradient(20)),
     "Implicit()": lambda setting: br.Implicit(),
     "Implicit(curvature=GaussNewton)": lambda setting: br.Implicit(curvature=br.GaussNewton(*setting.split)),
-    "the same, 2 steps": lambda setting: gauss_newton(setting, 2, damping=None),
-    "the same, 2 steps, damping=0.1": lambda setting: gauss_newton(setting, 2, damping=0.1),
-    "the same, 2 steps, recycle=20": lambda setting: gauss_newton(setting, 2, damping=None, recycle=20),
+    "GaussNewton, 2 steps": lambda setting: gauss_newton(setting, 2, damping=None),
+    "GaussNewton, 2 steps, damping=0.1": lambda setting: gauss_newton(setting, 2, damping=0.1),
+    "GaussNewton, 2 steps, recycle=20": lambda setting: gauss_newton(setting, 2, damping=None, recycle=20),
     ONE: lambda setting: br.Implicit(),
 }
 
@@ -135,7 +135,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Validation and test loss of each method at its best rate, against hyper-steps."""
+    """Validation and test loss of each method at its best rate, against hyper-steps; a line for each seed."""
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
     for index, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
         mine = [row for row in rows if row["method"] == method]
@@ -144,7 +144,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             look = {"color": f"C{index % 10}", "alpha": 0.8, "linewidth": 1.2}
             look["linestyle"] = "-" if index < 10 else "--"
             for axes, losses in zip(panels, (val, test), strict=True):
-                axes.semilogy(steps, losses, label=method if row["seed"] == 0 else None, **look)
+                axes.plot(steps, losses, label=method if row["seed"] == 0 else None, **look)
+    panels[0].set_yscale("log")
     for axes, title in zip(panels, ("validation loss", "test loss"), strict=True):
         axes.set_title(title)
         axes.set_xlabel("hyper-steps")
