@@ -66,10 +66,10 @@ class Tuner:
         ArgumentError: the weight optimiser has its own weight decay, lacks a weight or holds a
             hyperparameter; or an argument is out of its range.
 
-    After each hyper-step, the tuner calls ``shrink_()`` on each module in ``hyper`` that has it, which draws
-    hyperparameters together, and then ``project_()``, which restores the bounds. Under a penalty with a kink at zero,
-    such as ``WeightDecay(power=1)``, the steps of a torch optimiser run in `hyperparameters.orthant_wise`, so that
-    weights reach zero and stay there. A function must do this itself.
+    After each hyper-step, the tuner calls ``shrink_()`` on each module in ``hyper`` that has it, which pulls
+    hyperparameters towards a common value, and then ``project_()``, which restores the bounds. Under a penalty with
+    a kink at zero, such as ``WeightDecay(power=1)``, the steps of a torch optimiser run in
+    `hyperparameters.orthant_wise`, so that weights reach zero and stay there. A function must do this itself.
     """
 
     def __init__(

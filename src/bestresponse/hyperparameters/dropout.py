@@ -27,7 +27,7 @@ class ConcreteDropout(nn.Module):
         shared: dimensions of x that share one mask, such as time in a recurrent network.
         temperature: τ > 0.
         minimum, maximum: bounds of p, which `project_` restores after a step.
-        shrinkage: the strength, or a `Shrinkage`, with which `shrink_` draws the logits together after a step.
+        shrinkage: the strength, or a `Shrinkage`, with which `shrink_` pulls the logits towards a common value.
 
     Raises:
         ArgumentError: an argument is out of its range.
@@ -83,7 +83,7 @@ class ConcreteDropout(nn.Module):
         return x * (kept * (1.0 + logit.exp()))  # 1 / (1 − p) = 1 + exp(logit p)
 
     def shrink_(self, factor: float = 1.0) -> None:
-        """Draw the rates together; call it after each step of the rates, before `project_` (`Tuner` does)."""
+        """Pull the rates towards a common value; call it after each step of them, before `project_` (`Tuner` does)."""
         if self.shrinkage is not None:
             p = self.shrinkage.towards
             self.shrinkage.apply_({"logit": self.logit}, factor, None if p is None else _logit(p))

@@ -34,7 +34,7 @@ class Bounded(Protocol):
 
 @runtime_checkable
 class Shrinking(Protocol):
-    """Hyperparameters that are drawn towards a common value; see `Shrinkage`."""
+    """Hyperparameters that are pulled towards a common value; see `Shrinkage`."""
 
     def shrink_(self, factor: float = 1.0) -> None:
         """Move the parameters a part of the way, in place; ``factor`` scales the strength."""

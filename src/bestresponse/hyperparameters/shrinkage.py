@@ -58,7 +58,7 @@ class Shrinkage:
 
         Args:
             parameters: by name.
-            factor: from 0 to 1, such as the present learning rate divided by the first one.
+            factor: from 0 to 1, such as the current learning rate divided by the first one.
             towards: the value of `Shrinkage.towards` in the units of the parameters.
         """
         share = min(max(self.strength * factor, 0.0), 1.0)

@@ -36,15 +36,15 @@ class WeightDecay(nn.Module):
             same name share a rate, ``log_decay.THAT_NAME``. None means "weight", or "global" with p = 1, since the
             lasso has one rate.
         around: which weights share a centre, if any: a value of ``per`` that is coarser. Then λ = centre + difference,
-            the differences begin at zero, and shrinkage draws them to zero. Use it to shrink many rates: the centre
+            the differences begin at zero, and shrinkage pulls them to zero. Use it to shrink many rates: the centre
             follows its own hypergradient, the sum over its weights, as a single rate would. The mean of many rates
             does not, since Adam and RMSprop normalise the step of each.
         power: p ≥ 1; 2 is the usual decay, 1 the lasso. Between them |w| is smoothed at zero, over 1e-6.
         initial: the initial decay exp(λ).
         minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
         exclude: patterns of parameter names to leave out, as in ``["*.bias", "norm*"]``.
-        shrinkage: the strength, or a `Shrinkage`, with which `shrink_` draws the logarithms of the rates together after
-            a step; its ``towards`` is a decay. Use it where many rates overfit the validation data.
+        shrinkage: the strength, or a `Shrinkage`, with which `shrink_` pulls the logarithms of the rates towards a
+            common value after a step; its ``towards`` is a decay. Use it where many rates overfit the validation data.
 
     Raises:
         ArgumentError: an argument is out of its range, a pattern matches nothing, or no weight is left to decay.
@@ -133,17 +133,15 @@ class WeightDecay(nn.Module):
         return total
 
     def shrink_(self, factor: float = 1.0) -> None:
-        """Draw the rates together; call it after each step of the rates, before `project_` (`Tuner` does)."""
+        """Pull the rates towards a common value; call it after each step of them, before `project_` (`Tuner` does)."""
         if self.shrinkage is None:
             return
-        decay, parameters = self.shrinkage.towards, dict(self.named_parameters())
+        decay, rates = self.shrinkage.towards, dict(self.named_parameters())
         towards = None if decay is None else math.log(decay)
         if self._centres:
-            differences = {n: p for n, p in parameters.items() if n.startswith("log_decay")}
-            self.shrinkage.apply_(differences, factor, 0.0)
-            parameters = {n: p for n, p in parameters.items() if n not in differences}
+            self.shrinkage.apply_({n: rates.pop(n) for n in set(self._places.values())}, factor, 0.0)
         if not self._centres or towards is not None:
-            self.shrinkage.apply_(parameters, factor, towards)
+            self.shrinkage.apply_(rates, factor, towards)
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -158,11 +156,9 @@ class WeightDecay(nn.Module):
     def ranges(self) -> dict[str, tuple[float, float]]:
         """The range to search for each parameter: the logarithms of the bounds, or their differences from a centre."""
         low, high = math.log(self.minimum), math.log(self.maximum)
+        differences = set(self._places.values()) if self._centres else set()
         apart = (low - high, high - low)
-        return {
-            name: apart if self._centres and name.startswith("log_decay") else (low, high)
-            for name, _ in self.named_parameters()
-        }
+        return {n: apart if n in differences else (low, high) for n, _ in self.named_parameters()}
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:

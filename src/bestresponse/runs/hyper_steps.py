@@ -4,7 +4,7 @@ from torch.optim import Optimizer
 
 from ..hyperparameters import Bounded, Shrinking
 from ..problem import Problem
-from .weight_steps import first_settings
+from .weight_steps import FirstSettings
 
 
 class HyperSteps:
@@ -17,8 +17,7 @@ class HyperSteps:
     """
 
     def __init__(self, problem: Problem, optimizer: Optimizer) -> None:
-        self.problem, self._optimizer = problem, optimizer
-        self._settings = first_settings(optimizer)
+        self.problem, self._first = problem, FirstSettings(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """Make a step; ``.grad`` is empty afterwards."""
@@ -35,10 +34,9 @@ class HyperSteps:
                 module.project_()
 
     def _factors(self, optimizer: Optimizer) -> dict[int, float]:
-        """The present learning rate of each hyperparameter, divided by its first one."""
+        """The current learning rate of each hyperparameter, divided by its first one."""
         factors = {}
-        settings = self._settings if optimizer is self._optimizer else first_settings(optimizer)
-        for group, first in zip(optimizer.param_groups, settings, strict=True):
+        for group, first in zip(optimizer.param_groups, self._first.of(optimizer), strict=True):
             # An optimiser without a learning rate, such as one with a line search, has the factor one.
             factor = float(group["lr"]) / float(first["lr"]) if first.get("lr") else 1.0
             factors.update({id(p): factor for p in group["params"]})

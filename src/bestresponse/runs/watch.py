@@ -62,9 +62,8 @@ class Watch(KeepBest):
         self._means = [mean] if self.row is row else [*self._means, mean]
         self._recent = []
         overfits = len(self._means) > self.patience and self._means[-1] < self._means[0]
-        if (
-            overfits and self.row is not None and not self._warned
-        ):  # there is none if the loss was never a number
+        # There is no best row if the loss was never a number.
+        if overfits and self.row is not None and not self._warned:
             self._warned = True
             warnings.warn(self._message(self.row, row), BestResponseWarning, stacklevel=3)
 
@@ -93,8 +92,8 @@ class Watch(KeepBest):
             f"{best['watch_loss']:.4g}, and is {row['watch_loss']:.4g} at hyper-step {row['hyper_step']}, while "
             f"the validation loss fell from {self._means[0]:.4g} to {self._means[-1]:.4g}: the hyperparameters overfit "
             "the validation data. The best state is kept; tuner.watch.restore(tuner) puts it back. Stop there "
-            '(callbacks.EarlyStopping("watch_loss")), use more validation data, or draw the hyperparameters together '
-            "(shrinkage, or fewer of them)."
+            '(callbacks.EarlyStopping("watch_loss")), use more validation data, or give the hyperparameters less '
+            "freedom (shrinkage, or fewer of them)."
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,8 +30,7 @@ class WeightSteps:
     """
 
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
-        self.problem, self._first = problem, optimizer
-        self._settings = first_settings(optimizer)
+        self.problem, self._first = problem, FirstSettings(optimizer)
         self._penalties = [(single.model, penalties_at_zero(single)) for single in problem.singles]
 
     def step(self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None) -> Tensor:
@@ -73,16 +72,25 @@ class WeightSteps:
         kept = optimizer.state, [dict(group) for group in optimizer.param_groups]
         try:
             optimizer.state = defaultdict(dict)
-            same = optimizer is self._first
-            _set_groups(optimizer, self._settings if same else first_settings(optimizer))
+            _set_groups(optimizer, self._first.of(optimizer))
             yield optimizer if self.problem.whole is self.problem else _of_whole(self.problem, optimizer)
         finally:
             optimizer.state = kept[0]
             _set_groups(optimizer, kept[1])
 
 
-def first_settings(optimizer: object) -> list[dict[str, Any]]:
-    """The parameter groups before a scheduler changed a rate (some do so when they are created)."""
+class FirstSettings:
+    """The parameter groups of an optimiser before a scheduler changed a rate (some do so when they are created)."""
+
+    def __init__(self, optimizer: object) -> None:
+        self._optimizer, self._groups = optimizer, _first_groups(optimizer)
+
+    def of(self, optimizer: object) -> list[dict[str, Any]]:
+        """The groups of this optimiser; those that it has now if it was assigned later."""
+        return self._groups if optimizer is self._optimizer else _first_groups(optimizer)
+
+
+def _first_groups(optimizer: object) -> list[dict[str, Any]]:
     if not isinstance(optimizer, Optimizer):
         return []
     groups = optimizer.param_groups
