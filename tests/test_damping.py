@@ -3,6 +3,7 @@
 import math
 import statistics
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,52 +202,54 @@ def test_the_chosen_damping_follows_what_the_last_solution_says_of_the_next_syst
     assert 0.004 < another < 0.02
 
 
-def solved(solver, values, b, last, generator):
-    """A solve from the last solution, in a random basis with these eigenvalues."""
-    matrix = symmetric(torch.tensor(values), generator)
+POSITIVE = (3.0, 2.0, 1.5, 1.0, 0.5, 0.2)
+
+
+def solved(solver, matrix, b, last=None):
+    """A solve from the last solution."""
     start, memory = (None, None) if last is None else (last.x, last.memory)
     return solver.solve(lambda v: {"x": matrix @ v["x"]}, {"x": b}, start=start, memory=memory)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_along_a_run_the_iterate_before_negative_curvature_is_kept(scale):
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(0)  # one random system in 400 drops a start
     solver = br.ConjugateGradient(4, damping=None)
-    good = [scale * x for x in (3.0, 2.0, 1.5, 1.0, 0.5, 0.2)]
-    b = torch.randn(6, generator=generator)
+    definite = symmetric(scale * torch.tensor(POSITIVE), generator)
     last = None
     for _ in range(4):
-        last = solved(solver, good, b, last, generator)
+        last = solved(solver, definite, torch.randn(6, generator=generator), last)
     damping, before = last.memory["damping"], last.x["x"]
-    basis = torch.linalg.qr(torch.randn(6, 6, generator=generator))[0]
-    matrix = (basis * torch.tensor([*good[:5], -2.0 * scale])) @ basis.T
+    # The start lies along the first eigenvector, so that it is kept.
+    basis = torch.linalg.qr(torch.cat([before[:, None], torch.randn(6, 5, generator=generator)], dim=1))[0]
+    matrix = (basis * (scale * torch.tensor([*POSITIVE[:5], -2.0]))) @ basis.T
     # The first direction is the residual, along which the curvature is positive; along the second one it is not.
-    residual = 3 * basis[:, 0] + basis[:, 5]
-    b = (matrix + damping * torch.eye(6)) @ before + residual
-    cut = solver.solve(lambda v: {"x": matrix @ v["x"]}, {"x": b}, start=last.x, memory=last.memory)
+    residual = 3 * basis[:, 1] + basis[:, 5]
+    damped = matrix + damping * torch.eye(6)
+    cut = solved(solver, matrix, damped @ before + residual, last)
     assert (cut.report.status, cut.report.steps, cut.report.products) == (Status.STEPS_USED, 1, 3)
     assert cut.report.indefinite
     assert "ended before negative curvature" in cut.report.detail
-    along = residual @ (matrix + damping * torch.eye(6)) @ residual / (residual @ residual)
+    along = residual @ damped @ residual / (residual @ residual)
     torch.testing.assert_close(cut.x["x"], before + residual / along)
     assert cut.memory["limit"] == 1
 
-    last, steps = cut, []
+    last, steps = solved(solver, definite, torch.randn(6, generator=generator), None), []
+    last = replace(last, memory=last.memory | {"limit": 1, "undisturbed": 0})
     for _ in range(70):
-        last = solved(solver, good, b, last, generator)
+        last = solved(solver, definite, torch.randn(6, generator=generator), last)
         steps.append(last.report.steps)
-    assert steps[0] == 1
-    assert set(steps) > {1, 2}
+    assert steps == [1] * 20 + [2] * 20 + [3] * 20 + [4] * 10
 
 
 def test_a_start_that_is_dropped_makes_the_next_solves_shorter():
     generator = torch.Generator().manual_seed(SEED)
-    solver, values = br.ConjugateGradient(4, damping=None), [3.0, 2.0, 1.5, 1.0, 0.5, 0.2]
-    last = solved(solver, values, torch.randn(6, generator=generator), None, generator)
-    last = solved(solver, values, 1e-3 * torch.randn(6, generator=generator), last, generator)
+    solver, matrix = br.ConjugateGradient(4, damping=None), symmetric(torch.tensor(POSITIVE), generator)
+    last = solved(solver, matrix, torch.randn(6, generator=generator))
+    last = solved(solver, matrix, 1e-4 * torch.randn(6, generator=generator), last)
     assert not last.report.warm
     assert last.memory["limit"] == 3
-    last = solved(solver, values, 1e-3 * torch.randn(6, generator=generator), last, generator)
+    last = solved(solver, matrix, 1e-4 * torch.randn(6, generator=generator), last)
     assert last.report.warm
     assert last.report.steps == 3
 
@@ -255,7 +258,7 @@ def test_single_solves_make_all_their_steps():
     generator = torch.Generator().manual_seed(SEED)
     solver, memory = br.ConjugateGradient(4, damping=None), {"limit": 1, "damping": 0.1}
     for _ in range(3):
-        matrix = symmetric(torch.tensor([3.0, 2.0, 1.5, 1.0, 0.5, 0.2]), generator)
+        matrix = symmetric(torch.tensor(POSITIVE), generator)
         b = {"x": torch.randn(6, generator=generator)}
         solution = solver.solve(lambda v, m=matrix: {"x": m @ v["x"]}, b, memory=memory)
         memory = solution.memory
