@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bestresponse as br
 
-from ..cross_validation import Folds, Minimise, fold_batches, whole_batches
+from ..cross_validation import BFGS, Folds, Minimise, fold_batches, whole_batches
 from ..hyperparameters import WeightDecay
 from ..hyperparameters.sharing import Sharing
 from ..tuner import Callback
@@ -19,7 +19,7 @@ from . import classification
 
 Data = tuple[Tensor, ...]
 # The training of each fold while hyperparameters are tuned; the last training goes to the minimum.
-_TRAINER = Minimise(max_steps=100, tolerance=1e-5)
+_TRAINER = Minimise(max_steps=100, tolerance=1e-6, newton_limit=0)
 Step = Callable[[int], float]
 
 
@@ -143,12 +143,15 @@ class Convex(Setting):
 
     def tune(self, model: nn.Module, hyper: nn.Module, examples: Data, stop: Callback, fall: Step) -> int:
         problem, train, val = self._cross_validation(model, hyper, examples)
-        exact = sum(w.numel() for w in model.parameters()) <= 300
-        solver = br.Exact() if exact else br.ConjugateGradient(max_steps=50, tolerance=1e-2)
-        method = br.Implicit(solver, warm_start=not exact)
-        optimizer = torch.optim.Adam(problem.hyperparameters.values(), self.hyper_rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
-        tuner = br.Tuner(problem, _TRAINER, optimizer, method, hyper_scheduler=schedule, callbacks=[stop])
+        method = br.Implicit(br.ConjugateGradient(max_steps=50, tolerance=1e-3), warm_start=True)
+        rates = list(problem.hyperparameters.values())
+        optimizer: torch.optim.Optimizer = BFGS(rates)
+        callbacks: list[Callback] = [stop, Settled(rates)]
+        schedule = None
+        if sum(p.numel() for p in rates) > 1:
+            optimizer, callbacks = torch.optim.Adam(rates, self.hyper_rate), [stop]
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
+        tuner = br.Tuner(problem, _TRAINER, optimizer, method, hyper_scheduler=schedule, callbacks=callbacks)
         return len(tuner.fit(train, val, self.hyper_steps))
 
     def validation_loss(self, model: nn.Module, hyper: nn.Module, examples: Data) -> float:
@@ -233,6 +236,21 @@ class Network(Setting):
         train, val = split(examples, 0.25)
         self.train(model, hyper, train)
         return float(self.example_losses(model, val).mean())
+
+
+class Settled:
+    """A callback that stops the run when hyperparameters hardly move."""
+
+    def __init__(self, parameters: Sequence[Tensor], tolerance: float = 0.01) -> None:
+        self._parameters, self._tolerance = parameters, tolerance
+        self._before = [p.detach().clone() for p in parameters]
+
+    def __call__(self, tuner: br.Tuner) -> None:
+        now = [p.detach().clone() for p in self._parameters]
+        moved = max(float((a - b).abs().max()) for a, b in zip(now, self._before, strict=True))
+        self._before = now
+        if moved < self._tolerance:
+            tuner.stop(f"no hyperparameter moved by {self._tolerance:g}")
 
 
 @torch.no_grad()

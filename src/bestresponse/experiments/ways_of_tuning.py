@@ -1,6 +1,5 @@
 """The columns of the experiment `generalisation`: five ways to choose hyperparameters, at equal CPU time."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -101,34 +100,40 @@ def many_with_help(setting: Setting, examples: Data, clock: Clock, seed: int) ->
     """The many hyperparameters, loosened from the few as far as examples that no hypergradient saw allow.
 
     Each part that is set aside has its path: the few, then the many with a shrinkage that falls from stage to stage.
-    After each stage, new weights are trained at its hyperparameters, and their losses are measured on the part. A stage
-    is better than the one before if its mean loss is lower by more than the standard error of the paired differences.
-    The first stage that is not better ends the search. With several parts, the hyperparameters are then tuned on all
-    examples, up to the chosen stage. With one part, they are those of its path.
+    After each stage, new weights are trained at its hyperparameters, and their losses are measured on the part. With
+    several parts, the hyperparameters are then tuned on all examples, up to the chosen stage. With one part, they are
+    those of its path.
     """
     parts = setting.splits(examples)
     again = len(parts) > 1
-    seconds = clock.seconds / (len(parts) + again)
-    paths = [_loosened(setting, rest, lambda: seconds, len(_STRENGTHS)) for rest, _ in parts]
-    stage, kept, best, gains = -1, list[nn.Module](), Tensor(), list[float]()
-    for number in range(1 + len(_STRENGTHS)):
-        hypers = [next(path) for path in paths]
-        losses = torch.cat(
-            [retrained(setting, hyper, *part, seed) for hyper, part in zip(hypers, parts, strict=True)]
-        )
-        if number:
-            gain, error = mean_and_error(best - losses)
-            gains.append(gain / error)
-            if gain <= error:
-                break
-        stage, kept, best = number, copy.deepcopy(hypers), losses
-        if not clock.left:
-            break
+    seconds = clock.seconds / (len(parts) + 2 * again)
+    losses: list[list[Tensor]] = [[] for _ in range(1 + len(_STRENGTHS))]
+    hypers: list[nn.Module] = []
+    for rest, aside in parts:
+        path = _loosened(setting, rest, Clock(seconds), len(_STRENGTHS))
+        for stage, hyper in enumerate(path):
+            losses[stage].append(retrained(setting, hyper, rest, aside, seed))
+            hypers.append(hyper)
+    stage, gains = _chosen([torch.cat(of_stage) for of_stage in losses])
+    kept = hypers[stage]
     if again:
-        *_, hyper = _loosened(setting, examples, lambda: clock.left, stage)
-        kept = [hyper]
-    strength = _STRENGTHS[stage - 1] if stage else 1.0
-    return Found(kept[0], {"shrinkage": strength, "gains": gains})
+        *_, kept = _loosened(setting, examples, Clock(clock.left), stage)
+    return Found(kept, {"shrinkage": (1.0, *_STRENGTHS)[stage], "gains": gains})
+
+
+def _chosen(losses: list[Tensor]) -> tuple[int, list[float]]:
+    """The stage to take, from the losses of the same examples after each, and the gain of each stage over it.
+
+    A later stage replaces an earlier one if its mean loss is lower by more than the standard error of the paired
+    differences. The gains are in standard errors.
+    """
+    kept, gains = 0, []
+    for stage in range(1, len(losses)):
+        gain, error = mean_and_error(losses[kept] - losses[stage])
+        gains.append(gain / error)
+        if gain > error:
+            kept = stage
+    return kept, gains
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:
@@ -137,22 +142,19 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
     return float(values.double().mean()), max(float(error), 1e-30)
 
 
-def _loosened(
-    setting: Setting, examples: Data, seconds: Callable[[], float], stages: int
-) -> Iterator[nn.Module]:
+def _loosened(setting: Setting, examples: Data, clock: Clock, stages: int) -> Iterator[nn.Module]:
     """The few hyperparameters, tuned in half of the time, then the many with each shrinkage, up to a stage."""
-    size, total = len(examples[0]), seconds()
-    model = setting.model()
-    few = hyper = setting.few(model, size)
-    _tune(setting, model, hyper, examples, Clock(total / 2 if stages else total))
-    yield hyper
-    for number, strength in enumerate(_STRENGTHS[:stages]):
+    size, model = len(examples[0]), setting.model()
+    few = before = setting.few(model, size)
+    _tune(setting, model, few, examples, Clock(clock.left / 2 if stages else clock.left))
+    yield few
+    for stage in range(stages):
         model = setting.model()
-        looser = setting.many(model, size, few, strength)
-        if number:
-            looser.load_state_dict(hyper.state_dict())
-        hyper = looser
-        _tune(setting, model, hyper, examples, Clock(total / 2 / stages))
+        hyper = setting.many(model, size, few, _STRENGTHS[stage])
+        if stage:
+            hyper.load_state_dict(before.state_dict())
+        _tune(setting, model, hyper, examples, Clock(clock.left / (stages - stage)))
+        before = hyper
         yield hyper
 
 
