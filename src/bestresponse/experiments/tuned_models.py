@@ -227,6 +227,7 @@ class Network(Setting):
             weight_steps=self.weight_steps,
             warmup_steps=self.steps // 4,
             clip_weights=1.0,
+            policy="skip",
             hyper_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, fall),
             callbacks=[stop],
         )
