@@ -101,23 +101,25 @@ def many_with_help(setting: Setting, examples: Data, clock: Clock, seed: int) ->
 
     Each part that is set aside has its path: the few, then the many with a shrinkage that falls from stage to stage.
     After each stage, new weights are trained at its hyperparameters, and their losses are measured on the part. With
-    several parts, the hyperparameters are then tuned on all examples, up to the chosen stage. With one part, they are
-    those of its path.
+    several parts, the few are tuned on all examples first, and loosened in the end up to the chosen stage. With one
+    part, the result is that of its path.
     """
     parts = setting.splits(examples)
     again = len(parts) > 1
-    seconds = clock.seconds / (len(parts) + 2 * again)
+    begin = _tuned_few(setting, examples, clock.seconds / 2) if again else None
+    seconds = clock.left / (len(parts) + again)
     losses: list[list[Tensor]] = [[] for _ in range(1 + len(_STRENGTHS))]
     hypers: list[nn.Module] = []
     for rest, aside in parts:
-        path = _loosened(setting, rest, Clock(seconds), len(_STRENGTHS))
-        for stage, hyper in enumerate(path):
+        own = Clock(seconds)
+        few = _tuned_few(setting, rest, seconds / 2)
+        for stage, hyper in enumerate(_loosened(setting, rest, few, own, len(_STRENGTHS))):
             losses[stage].append(retrained(setting, hyper, rest, aside, seed))
             hypers.append(hyper)
     stage, gains = _chosen([torch.cat(of_stage) for of_stage in losses])
     kept = hypers[stage]
-    if again:
-        *_, kept = _loosened(setting, examples, Clock(clock.left), stage)
+    if begin is not None:
+        *_, kept = _loosened(setting, examples, begin, Clock(max(clock.left, seconds)), stage)
     return Found(kept, {"shrinkage": (1.0, *_STRENGTHS)[stage], "gains": gains})
 
 
@@ -142,15 +144,23 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
     return float(values.double().mean()), max(float(error), 1e-30)
 
 
-def _loosened(setting: Setting, examples: Data, clock: Clock, stages: int) -> Iterator[nn.Module]:
-    """The few hyperparameters, tuned in half of the time, then the many with each shrinkage, up to a stage."""
-    size, model = len(examples[0]), setting.model()
-    few = before = setting.few(model, size)
-    _tune(setting, model, few, examples, Clock(clock.left / 2 if stages else clock.left))
+def _tuned_few(setting: Setting, examples: Data, seconds: float) -> nn.Module:
+    """The few hyperparameters, tuned on these examples."""
+    model = setting.model()
+    hyper = setting.few(model, len(examples[0]))
+    _tune(setting, model, hyper, examples, Clock(seconds))
+    return hyper
+
+
+def _loosened(
+    setting: Setting, examples: Data, few: nn.Module, clock: Clock, stages: int
+) -> Iterator[nn.Module]:
+    """The few hyperparameters as they are, then the many with each shrinkage, up to a stage."""
+    before = few
     yield few
     for stage in range(stages):
         model = setting.model()
-        hyper = setting.many(model, size, few, _STRENGTHS[stage])
+        hyper = setting.many(model, len(examples[0]), few, _STRENGTHS[stage])
         if stage:
             hyper.load_state_dict(before.state_dict())
         _tune(setting, model, hyper, examples, Clock(clock.left / (stages - stage)))
