@@ -150,7 +150,7 @@ def drawn(name: str, number: int, seed: int) -> tuple[Data, Data]:
 
 
 def images(name: str, folder: Path | None, number: int, flat: bool, seed: int) -> tuple[Data, Data]:
-    """This many random images of the training set, and the test set."""
+    """This many random images of the training set, and the test set; those of CIFAR-10 at half of their resolution."""
     found = _images(name, folder)
     ((x, y),) = found.draw(min(number, len(found.x_train)), seed=seed)
     pair = (x, y), (found.x_test, found.y_test)
@@ -159,7 +159,10 @@ def images(name: str, folder: Path | None, number: int, flat: bool, seed: int) -
 
 @cache
 def _images(name: str, folder: Path | None) -> data.Images:
-    return data.load(name, folder)
+    found = data.load(name, folder)
+    if name != "cifar10":
+        return found
+    return replace(found, x_train=F.avg_pool2d(found.x_train, 2), x_test=F.avg_pool2d(found.x_test, 2))
 
 
 @cache
@@ -255,11 +258,11 @@ def _cifar(folder: Path | None, stand_ins: bool) -> Setting:
     name, number, channels, width = ("digits", 100, 1, 4) if stand_ins else ("cifar10", 3000, 3, 12)
     return Images(
         name="cnn",
-        seconds=90,
+        seconds=120,
         load=partial(images, name, folder, number, False),
         network=partial(convolutional, channels, width),
         convolutional=True,
-        steps=10 if stand_ins else 400,
+        steps=10 if stand_ins else 300,
         batch=64,
     )
 
