@@ -41,6 +41,7 @@ SMALL = {
     "shapes": ("--weight-steps", 20),
     "inverse-error": ("--steps", 6, "--inversion-steps", 1, 5, 12, "--shown", 5),
     "inverse-hessian": ("--hidden", 2, "--terms", 1, 5, 20, "--steps", 100),
+    "generalisation": ("--settings", "wine", "mlp-500", "--budget", 0.001),
     "distill": (
         "--steps",
         4,

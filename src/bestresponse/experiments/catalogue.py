@@ -8,6 +8,7 @@ from .augment import Augment
 from .best_response import BestResponse
 from .distill import Distill
 from .experiment import Experiment
+from .generalisation import Generalisation
 from .inverse_error import InverseError
 from .inverse_hessian import InverseHessian
 from .lstm import LSTM
@@ -18,8 +19,8 @@ from .shapes import Shapes
 from .split import Split
 
 # In the order that the command line lists them.
-_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, InverseError, InverseHessian]
-_CLASSES += [LSTM, Methods, Overfit, OverfitAll, Split]
+_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, Generalisation]
+_CLASSES += [InverseError, InverseHessian, LSTM, Methods, Overfit, OverfitAll, Split]
 EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 
 

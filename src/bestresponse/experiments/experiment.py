@@ -19,7 +19,7 @@ from ..runs.progress import Bar
 from . import runs
 from .runs import Row as Row
 
-Preset = Literal["smoke", "cpu", "paper"]
+Preset = Literal["smoke", "quick", "cpu", "paper"]
 Tasks = Sequence[Callable[[], Iterable[Row]]]
 
 
@@ -67,7 +67,8 @@ class Experiment(ABC):
     """
 
     name: ClassVar[str]  # on the command line
-    cpu: ClassVar[str] = "--threads 0"  # the options of this preset
+    quick: ClassVar[str] = ""  # the options of this preset; none means those of cpu
+    cpu: ClassVar[str] = "--threads 0"
     paper: ClassVar[str] = "--threads 0"
     labels: ClassVar[tuple[str, ...]] = ("data",)  # the options in the default name of the folder
     figures: ClassVar[tuple[str, ...]]  # the files that `draw` writes
@@ -79,8 +80,8 @@ class Experiment(ABC):
 
     preset: Preset = "smoke"
     """The defaults of the other options. smoke takes under a minute, needs no data files, and only shows that
-    everything runs. cpu takes minutes on two cores with real data (augment and lstm an hour). paper is the paper's
-    full setting."""
+    everything runs. cpu takes minutes on two cores with real data (augment and lstm an hour, generalisation three).
+    quick is ten minutes of generalisation, and the same as cpu elsewhere. paper is the paper's full setting."""
     seed: int = 0  # The first seed; it determines the examples and the initial weights.
     device: str = "cpu"  # Where to compute: cpu, cuda, ...
     threads: Number = 1
@@ -90,8 +91,8 @@ class Experiment(ABC):
     """The folder of the data files; the default is the environment variable BESTRESPONSE_DATA. docs/reproducing.md
     lists the files of each data set."""
     out: Path | None = None
-    """The folder to write to; the default is a name under runs/. Files of an earlier run there are replaced; augment
-    and lstm continue its rows if their options are the same."""
+    """The folder to write to; the default is a name under runs/. Files of an earlier run there are replaced;
+    augment, lstm and generalisation continue its rows if their options are the same."""
 
     def __init_subclass__(cls) -> None:
         dataclass(kw_only=True)(cls)
@@ -99,7 +100,7 @@ class Experiment(ABC):
     @classmethod
     def of_preset(cls, preset: str) -> Self:
         """The options of a preset."""
-        words = {"cpu": cls.cpu, "paper": cls.paper}.get(preset, "")
+        words = {"quick": cls.quick or cls.cpu, "cpu": cls.cpu, "paper": cls.paper}.get(preset, "")
         prog = f"bestresponse reproduce {cls.name}"
         return tyro.cli(cls, prog=prog, args=["--preset", preset, *shlex.split(words)])
 
