@@ -263,6 +263,7 @@ def _cifar(folder: Path | None, stand_ins: bool) -> Setting:
         network=partial(convolutional, channels, width),
         convolutional=True,
         steps=10 if stand_ins else 300,
+        weight_steps=5,
         batch=64,
     )
 

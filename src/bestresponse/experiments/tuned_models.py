@@ -37,6 +37,7 @@ class Setting(ABC):
         name: the name in the table.
         seconds: CPU time that each way of tuning may use for a seed.
         watches: parts of the data that are set aside in turn, on which `many with help` compares its candidates.
+        strengths: the shrinkage of each stage of `many with help`, which falls.
         hyper_rate: Adam's learning rate for the hyperparameters.
         hyper_steps: the largest number of hyper-steps in a run.
     """
@@ -44,6 +45,7 @@ class Setting(ABC):
     name: str
     seconds: float
     watches: int = 5
+    strengths: tuple[float, ...] = (0.3, 0.1, 0.03)
     hyper_rate: float = 0.2
     hyper_steps: int = 100
 
@@ -187,6 +189,7 @@ class Network(Setting):
     batch: int = 100
     weight_steps: int = 10
     watches: int = 1
+    strengths: tuple[float, ...] = (0.3, 0.05)
     hyper_rate: float = 0.1
     hyper_steps: int = 1000
 

@@ -14,9 +14,6 @@ from ..passes import random_state
 from .runs import Row
 from .tuned_models import Data, Setting
 
-# The shrinkage with which many hyperparameters are loosened, from stage to stage.
-_STRENGTHS = (0.3, 0.1, 0.03)
-
 
 @dataclass
 class Clock:
@@ -108,19 +105,19 @@ def many_with_help(setting: Setting, examples: Data, clock: Clock, seed: int) ->
     again = len(parts) > 1
     begin = _tuned_few(setting, examples, clock.seconds / 2) if again else None
     seconds = clock.left / (len(parts) + again)
-    losses: list[list[Tensor]] = [[] for _ in range(1 + len(_STRENGTHS))]
+    losses: list[list[Tensor]] = [[] for _ in range(1 + len(setting.strengths))]
     hypers: list[nn.Module] = []
     for rest, aside in parts:
         own = Clock(seconds)
         few = _tuned_few(setting, rest, seconds / 2)
-        for stage, hyper in enumerate(_loosened(setting, rest, few, own, len(_STRENGTHS))):
+        for stage, hyper in enumerate(_loosened(setting, rest, few, own, len(setting.strengths))):
             losses[stage].append(retrained(setting, hyper, rest, aside, seed))
             hypers.append(hyper)
     stage, gains = _chosen([torch.cat(of_stage) for of_stage in losses])
     kept = hypers[stage]
     if begin is not None:
         *_, kept = _loosened(setting, examples, begin, Clock(max(clock.left, seconds)), stage)
-    return Found(kept, {"shrinkage": (1.0, *_STRENGTHS)[stage], "gains": gains})
+    return Found(kept, {"shrinkage": (1.0, *setting.strengths)[stage], "gains": gains})
 
 
 def _chosen(losses: list[Tensor]) -> tuple[int, list[float]]:
@@ -160,7 +157,7 @@ def _loosened(
     yield few
     for stage in range(stages):
         model = setting.model()
-        hyper = setting.many(model, len(examples[0]), few, _STRENGTHS[stage])
+        hyper = setting.many(model, len(examples[0]), few, setting.strengths[stage])
         if stage:
             hyper.load_state_dict(before.state_dict())
         _tune(setting, model, hyper, examples, Clock(clock.left / (stages - stage)))
