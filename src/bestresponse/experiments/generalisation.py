@@ -13,7 +13,7 @@ from .cells import Cell
 from .experiment import Positive, Repeated, Row
 from .generalisation_settings import settings
 from .tuned_models import Setting
-from .ways_of_tuning import WAYS, Clock, mean_and_error, retrained
+from .ways_of_tuning import ERRORS, WAYS, Clock, mean_and_error, retrained
 
 SettingName = Literal[
     "softmax-500",
@@ -34,7 +34,6 @@ _COLOURS = dict(
 _HELPED = "many with help"
 # The pairs of ways that are compared, with the names of their differences.
 _PAIRS = {"help − few": (_HELPED, "few"), "help − Optuna": (_HELPED, "few by Optuna")}
-_ERRORS = 2.0  # A difference counts from this many standard errors.
 
 
 class Generalisation(Repeated):
@@ -109,7 +108,7 @@ class Generalisation(Repeated):
         verdicts: Row = {"settings": len(table)}
         for label in _PAIRS:
             for word, sign in (("better", -1.0), ("worse", 1.0)):
-                verdicts[f"{label}, {word}"] = sum(sign * _standard(line, label) > _ERRORS for line in table)
+                verdicts[f"{label}, {word}"] = sum(sign * _standard(line, label) > ERRORS for line in table)
         return verdicts
 
     def note(self, rows: list[Row]) -> str:
@@ -118,7 +117,7 @@ class Generalisation(Repeated):
             "test loss after retraining; ± is the standard error over seeds\n"
             f"many with help against few: better in {numbers['help − few, better']} of {numbers['settings']} settings, "
             f"worse in {numbers['help − few, worse']}; behind Optuna in {numbers['help − Optuna, worse']} "
-            f"(by more than {_ERRORS:g} standard errors)"
+            f"(by more than {ERRORS:g} standard errors)"
         )
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
@@ -132,7 +131,7 @@ class Generalisation(Repeated):
                     ratios = _relative(_losses(rows, name), way)
                     if ratios:
                         mean, error = mean_and_error(Tensor(ratios)) if len(ratios) > 1 else (ratios[0], 0.0)
-                        points.append((place + 0.14 * (number - 2), 100 * mean, 100 * _ERRORS * error))
+                        points.append((place + 0.14 * (number - 2), 100 * mean, 100 * ERRORS * error))
                 if points:
                     x, y, bars = zip(*points, strict=True)
                     axes.errorbar(x, y, bars, fmt="o", color=colour, label=way, markersize=4, capsize=2)

@@ -51,6 +51,9 @@ class Found:
     notes: Row = field(default_factory=dict)
 
 
+# A difference counts from this many standard errors.
+ERRORS = 2.0
+
 Way = Callable[[Setting, Data, Clock, int], Found]
 
 
@@ -123,14 +126,14 @@ def many_with_help(setting: Setting, examples: Data, clock: Clock, seed: int) ->
 def _chosen(losses: list[Tensor]) -> tuple[int, list[float]]:
     """The stage to take, from the losses of the same examples after each, and the gain of each stage over it.
 
-    A later stage replaces an earlier one if its mean loss is lower by more than the standard error of the paired
+    A later stage replaces an earlier one if its mean loss is lower by more than two standard errors of the paired
     differences. The gains are in standard errors.
     """
     kept, gains = 0, []
     for stage in range(1, len(losses)):
         gain, error = mean_and_error(losses[kept] - losses[stage])
         gains.append(gain / error)
-        if gain > error:
+        if gains[-1] > ERRORS:
             kept = stage
     return kept, gains
 
