@@ -1,6 +1,7 @@
 """Arithmetic on trees, dicts of tensors with equal keys: the only sums over all weights.
 
-Sums run in float32 at least, whatever the tensors' dtype, and in float64 across tensors.
+Sums run in float32 at least, whatever the tensors' dtype, and in float64 across tensors. Norms, products, sums and
+checks also take sparse tensors, the gradients of tables of hyperparameters.
 """
 
 import math
@@ -21,6 +22,23 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1).to(_wide(x))
 
 
+def entries(x: Tensor) -> Tensor:
+    """A tensor's own entries: for a sparse one the values of its rows, each row once."""
+    return x if x.layout == torch.strided else x.coalesce().values()
+
+
+def zeros(x: Tensor, like: Tensor | None) -> Tensor:
+    """Zeros of the shape of ``x``; a sparse tensor without rows if ``like`` is sparse."""
+    return torch.zeros_like(x if like is None or like.layout == torch.strided else like)
+
+
+def summed(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of two tensors, each dense or sparse; a sparse sum has each row once."""
+    x, y = (y, x) if x.is_sparse else (x, y)  # torch adds a sparse tensor to a dense one only
+    total = x + y
+    return total.coalesce() if total.is_sparse else total
+
+
 def _together(scalars: list[Tensor]) -> Tensor:
     """Scalars of any devices and dtypes as one vector in float64."""
     first = scalars[0]
@@ -31,14 +49,22 @@ def _together(scalars: list[Tensor]) -> Tensor:
 
 def dot(a: Tree, b: Tree) -> float:
     """The sum of the products of all entries."""
-    parts = [torch.dot(_flat(x), _flat(b[name])) for name, x in a.items()]
+    parts = [_product(x, b[name]) for name, x in a.items()]
     return float(_together(parts).sum()) if parts else 0.0
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    if x.layout == y.layout == torch.strided:
+        return torch.dot(_flat(x), _flat(y))
+    both = (x.coalesce() if x.is_sparse else x) * (y.coalesce() if y.is_sparse else y)
+    return entries(both).sum(dtype=_wide(x))
 
 
 def norm(a: Tree) -> float:
     """The Euclidean norm; entries whose squares underflow or overflow are scaled first."""
     if not a:
         return 0.0
+    a = {name: entries(x) for name, x in a.items()}
     size = _plain_norm(a)
     if 1e-15 < size < math.inf or math.isnan(size):  # else squares may have been denormal
         return size
@@ -123,7 +149,7 @@ def detached(a: Mapping[str, Tensor]) -> Tree:
 
 def not_finite(a: Mapping[str, Tensor | None]) -> list[str]:
     """The names of the tensors that hold a NaN or an infinity."""
-    given = {name: x.detach() for name, x in a.items() if x is not None and x.numel()}
+    given = {name: entries(x.detach()) for name, x in a.items() if x is not None and x.numel()}
     if not given:
         return []
     # A sum with one in it is one, and is much faster than the test of each entry; a large sum may overflow.

@@ -3,10 +3,11 @@
 from .augmentation import Augmenter
 from .distilled_data import DistilledData
 from .dropout import ConcreteDropout, DropConnect
-from .example_weights import ExampleWeights
+from .example_weights import ExampleWeights, LossWeights
 from .orthant import orthant_wise
 from .protocol import Bounded, Kinked, KnownCurvature, KnownMixedTerm, Searchable, Shrinking
 from .shrinkage import Shrinkage, Shrunk
+from .table import Indexed, Weights
 from .weight_decay import WeightDecay
 
 __all__ = [
@@ -16,13 +17,16 @@ __all__ = [
     "DistilledData",
     "DropConnect",
     "ExampleWeights",
+    "Indexed",
     "Kinked",
     "KnownCurvature",
     "KnownMixedTerm",
+    "LossWeights",
     "Searchable",
     "Shrinkage",
     "Shrinking",
     "Shrunk",
     "WeightDecay",
+    "Weights",
     "orthant_wise",
 ]

@@ -67,7 +67,7 @@ class Shrinkage:
         for members in self._groups({n: p for n, p in parameters.items() if p.requires_grad}):
             target = self._mean(members) if towards is None else towards
             for p in members:
-                rows = _rows_of_the_step(p)
+                rows = rows_of_the_step(p)
                 if rows is None:
                     p.lerp_(_full(target, p), share)
                 else:
@@ -88,7 +88,7 @@ class Shrinkage:
         if self.within in ("unit", "input") and members[0].ndim > 1:
             kept = 0 if self.within == "unit" else 1
             return members[0].mean([d for d in range(members[0].ndim) if d != kept], keepdim=True)
-        total = torch.stack([p.double().sum().to(members[0].device) for p in members]).sum()
+        total = torch.stack([p.sum(dtype=torch.float64).to(members[0].device) for p in members]).sum()
         return total / max(1, sum(p.numel() for p in members))
 
 
@@ -147,7 +147,7 @@ def _full(target: Tensor | float, p: Tensor) -> Tensor:
     return torch.as_tensor(target, dtype=p.dtype, device=p.device).expand_as(p)
 
 
-def _rows_of_the_step(p: Tensor) -> Tensor | None:
+def rows_of_the_step(p: Tensor) -> Tensor | None:
     """The rows for which a sparse gradient has values; None for a dense one."""
     if p.grad is None or p.grad.layout == torch.strided:
         return None

@@ -252,7 +252,7 @@ def combine(
     direct_, indirect_, total = {}, {}, {}
     for name, parameter in problem.hyperparameters.items():
         one, other = direct.get(name), indirect.get(name)
-        direct_[name] = torch.zeros_like(parameter) if one is None else one
-        indirect_[name] = torch.zeros_like(parameter) if other is None else other
-        total[name] = direct_[name] + indirect_[name]
+        direct_[name] = _tree.zeros(parameter, other) if one is None else one
+        indirect_[name] = _tree.zeros(parameter, one) if other is None else other
+        total[name] = _tree.summed(direct_[name], indirect_[name])
     return Hypergradient(total, direct_, indirect_, val_loss)

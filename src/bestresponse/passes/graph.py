@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .. import _tree
 from ..errors import SecondDerivativeError
 
 # Every function wrapped by once_differentiable shares the code object of one inner function.
@@ -225,7 +226,7 @@ def plus(total: Tensor | None, part: Tensor | None, weight: float = 1.0) -> Tens
     if part is None:
         return total
     part = part if weight == 1.0 else weight * part
-    return part if total is None else total + part
+    return part if total is None else _tree.summed(total, part)
 
 
 def second_derivative_error(operation: str, reason: str) -> SecondDerivativeError:

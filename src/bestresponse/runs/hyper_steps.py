@@ -28,10 +28,10 @@ class HyperSteps:
             if isinstance(module, Shrinking):
                 own = [factors[id(p)] for p in module.parameters() if id(p) in factors]
                 module.shrink_(max(own, default=1.0))
-        optimizer.zero_grad(set_to_none=True)
         for module in modules:
             if isinstance(module, Bounded):
                 module.project_()
+        optimizer.zero_grad(set_to_none=True)
 
     def _factors(self, optimizer: Optimizer) -> dict[int, float]:
         """The current learning rate of each hyperparameter, divided by its first one."""
