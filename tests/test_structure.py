@@ -17,7 +17,7 @@ LAYERS = [
     ["curvatures", "hypernetworks", "runs", "search", "_optuna"],
     ["verification"],
     ["methods"],
-    ["tuner", "diagnostics"],
+    ["tuner", "diagnostics", "influence"],
     ["testing", "cross_validation"],
     ["experiments"],
     ["cli"],

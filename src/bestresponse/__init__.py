@@ -13,6 +13,10 @@ from .curvatures import (
     Linearisation,
 )
 from .errors import BestResponseWarning, Error
+
+# ``bestresponse.influence`` and ``bestresponse.search`` are functions, not the modules of these names. A module binds
+# its name once, when it is first imported, so later imports of it leave the function in place.
+from .influence import influence
 from .methods import (
     SAMA,
     Direct,
@@ -29,9 +33,6 @@ from .methods import (
 )
 from .problem import Problem
 from .runs import callbacks
-
-# This rebinds ``bestresponse.search`` from the module of that name to the function. A module binds its name once, when
-# it is first imported, so later imports of it leave the function in place.
 from .search import SearchResult, search
 from .solvers import MINRES, ConjugateGradient, Exact, Identity, Neumann, Nystrom, Solver, Status
 from .tuner import Tuner
@@ -78,6 +79,7 @@ __all__ = [
     "hypergradient",
     "hypernetworks",
     "hyperparameters",
+    "influence",
     "losses",
     "rules",
     "search",

@@ -235,7 +235,7 @@ def _mnist(folder: Path | None, stand_ins: bool) -> list[Setting]:
         found += [
             Convex(
                 name=f"softmax-{number}",
-                seconds=40,
+                seconds=25,
                 load=load,
                 inputs=inputs,
                 outputs=10,
@@ -245,7 +245,7 @@ def _mnist(folder: Path | None, stand_ins: bool) -> list[Setting]:
             ),
             Images(
                 name=f"mlp-{number}",
-                seconds=40,
+                seconds=25,
                 load=load,
                 network=partial(perceptron, inputs, 64),
                 steps=20 if stand_ins else 300,
@@ -258,11 +258,11 @@ def _cifar(folder: Path | None, stand_ins: bool) -> Setting:
     name, number, channels, width = ("digits", 100, 1, 4) if stand_ins else ("cifar10", 3000, 3, 12)
     return Images(
         name="cnn",
-        seconds=120,
+        seconds=80,
         load=partial(images, name, folder, number, False),
         network=partial(convolutional, channels, width),
         convolutional=True,
-        steps=10 if stand_ins else 300,
+        steps=10 if stand_ins else 1000,
         weight_steps=5,
         batch=64,
     )
@@ -272,11 +272,11 @@ def _ptb(folder: Path | None, stand_ins: bool) -> Setting:
     name, vocabulary, words = ("python", 60, 2_000) if stand_ins else ("ptb", 1000, 40_000)
     return Text(
         name="lstm",
-        seconds=90,
+        seconds=60,
         corpus=partial(_text, name, folder, vocabulary),
         units=6 if stand_ins else 64,
         words=words,
-        steps=10 if stand_ins else 400,
+        steps=10 if stand_ins else 800,
         rate=1e-2,
         batch=20,
     )
