@@ -1,0 +1,268 @@
+"""The effect of training examples on validation losses: influence functions."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batches import Batches, length_of, weighted
+from .curvatures import Hessian
+from .curvatures.several_batches import linear_system
+from .errors import ArgumentError, ArgumentTypeError, EvaluationError
+from .methods import Implicit
+from .methods.base import validation_gradient
+from .methods.hypergradient import failure_message
+from .passes.foreign_errors import foreign_errors_told
+from .passes.forms import paused
+from .passes.running_statistics import Reading
+from .problem import Passes, Problem
+from .solvers import ConjugateGradient, Report, Solution
+from .verification.base import verified
+
+
+@dataclass(frozen=True)
+class Influence:
+    """The derivatives of the losses of Q queries with respect to the hyperparameters, such as weights of examples.
+
+    Attributes:
+        scores: by hyperparameter, [Q, *shape]. The score of an example's weight is negative if more weight lowers the
+            query's loss: the example helps. Without the example, whose weight is 1, the loss would be higher by
+            about −score.
+        losses: the loss of each query, [Q].
+        solves: the report of each solve.
+        examples: the number of examples that were scored.
+        verification: as `Hypergradient.verification`.
+    """
+
+    scores: dict[str, Tensor]
+    losses: Tensor
+    solves: tuple[Report, ...]
+    examples: int
+    verification: str | None = None
+
+    def helpful(self, count: int = 10) -> Tensor:
+        """The entries that lower each query's loss most, as indices of the flattened table, [Q, count]."""
+        return self._extreme(count, largest=False)
+
+    def harmful(self, count: int = 10) -> Tensor:
+        """The entries that raise each query's loss most, as indices of the flattened table, [Q, count]."""
+        return self._extreme(count, largest=True)
+
+    def _extreme(self, count: int, largest: bool) -> Tensor:
+        if len(self.scores) != 1:
+            raise ArgumentError(
+                f"a ranking needs one table of hyperparameters; got {sorted(self.scores)[:5]}. Sort "
+                "influence.scores[name] yourself."
+            )
+        (scores,) = self.scores.values()
+        flat = scores.flatten(1)
+        return flat.topk(min(count, flat.shape[1]), largest=largest).indices
+
+
+def influence(
+    problem: Problem,
+    train_batches: Iterable[Any],
+    queries: Iterable[Any],
+    method: Implicit | None = None,
+    *,
+    solve_on: Any = None,
+    seed: int | None = None,
+) -> Influence:
+    """The effect of each training example (class, source, token) on the validation loss of each query.
+
+        s_q = ∂L_q/∂λ − (A⁻¹ ∂L_q/∂w) · ∂²L_T/∂w∂λ
+
+    λ are the hyperparameters of the problem, such as the weights of examples of `hyperparameters.Weights` with
+    ``positive="clamp"``, and L_T is the mean over all training examples. The curvature A is that of one large set of
+    examples, and all queries share it. The mixed term is a sum over batches, which are read one by one: memory does not
+    grow with their number. Each query costs a solve and, for each batch, about the backward pass of a gradient.
+
+    Train the weights to a minimum of the training loss first. In a network, A may be indefinite: use `GaussNewton`,
+    or damping.
+
+    Args:
+        problem: the two losses. ``val_loss`` is the loss of a query.
+        train_batches: the batches to score: a list, a loader, or `Batches`. Each counts by its number of examples,
+            or by the weights of `Batches`.
+        queries: a list with a validation batch for each query; for the influence on the mean loss of a whole
+            set, a list with one batch (or `Batches`).
+        method: the solver and the curvature; None is ``Implicit(ConjugateGradient(100, tolerance=1e-3))``. Every solve
+            starts from zero, and may use the pairs that earlier ones recycle.
+        solve_on: the batch, or `Batches`, for the curvature: None means all training batches, whose graphs are built
+            again for each product. For large data, a random part of it is faster.
+        seed: as for `hypergradient`.
+
+    Raises:
+        ArgumentTypeError: ``queries`` is a single batch, or ``method`` is not an `Implicit`.
+        EvaluationError: a batch has no known number of examples; or as for `hypergradient`.
+
+    Reference: Koh and Liang (2017).
+    """
+    method = Implicit(ConjugateGradient(100, tolerance=1e-3), Hessian()) if method is None else method
+    questions = _checked(problem, train_batches, queries, method)
+    problem.check_intact()
+    base = _all(train_batches) if solve_on is None else solve_on
+    with foreign_errors_told(), problem.edits.whole(problem.live()):
+        with problem.undisturbed(seed, None, method.twice) as passes:
+            found = _Solves(passes, base, method).of(questions)
+            scores, examples = _streamed(passes, train_batches, method, found)
+            passes.conclude()
+        outcome = verified(problem, method.claim(), base, questions[0], seed)
+    _warn_of_failures(problem, [each.solution.report for each in found])
+    return Influence(
+        scores,
+        torch.tensor([each.loss for each in found]),
+        tuple(each.solution.report for each in found),
+        examples,
+        outcome,
+    )
+
+
+@dataclass(frozen=True)
+class _Query:
+    """The loss of a query, its direct part, and the solution of its linear system."""
+
+    loss: float
+    direct: dict[str, Tensor | None]
+    solution: Solution
+
+
+class _Solves:
+    """The solves of all queries, which share the linearisation and the preconditioner."""
+
+    def __init__(self, passes: Passes, batch: Any, method: Implicit) -> None:
+        self._passes, self._batch, self._method = passes, batch, method
+        self._system = linear_system(method.curvature, passes, batch)
+
+    def of(self, queries: list[Any]) -> list[_Query]:
+        """A query for each validation batch."""
+        problem, solver = self._passes.problem, self._method.solver
+        assert solver is not None
+        solver = solver.opening() if self._method.warm_start else solver
+        wants, system = solver.wants, self._system
+        diagonal = problem.curvature_diagonal(system.names) if wants.diagonal else None
+        source = wants.preconditioner
+        inverse = None if source is None else source.make_preconditioner(self._passes, self._batch)
+        memory: dict[str, Any] = {}
+        found = []
+        for query in queries:
+            loss, gradient, direct = validation_gradient(
+                self._passes, query, Reading(self._passes, self._batch)
+            )
+            b = system.responding({n: gradient[n] for n in system.names})
+            with paused() as resumed:
+                products = system.in_turn(0) if wants.fresh_batches else system
+                solution = solver.solve(
+                    resumed(products), b, memory=memory, diagonal=diagonal, preconditioner=inverse
+                )
+            memory = dict(solution.memory)
+            found.append(_Query(loss, direct, replace(solution, residual=None, memory={})))
+        return found
+
+
+def _streamed(
+    passes: Passes, batches: Iterable[Any], method: Implicit, queries: list[_Query]
+) -> tuple[dict[str, Tensor], int]:
+    """The scores, from one batch after the other, and the number of examples."""
+    parameters, weights = passes.problem.hyperparameters, passes.problem.weights
+    curvature = Hessian() if method.curvature.twice else method.curvature
+    total = {
+        n: torch.zeros(len(queries), *p.shape, dtype=p.dtype, device=p.device) for n, p in parameters.items()
+    }
+    whole, examples = 0.0, 0
+    for number, (batch, share) in enumerate(_sized(batches)):
+        with passes.numbered(number):
+            system = curvature.linearise(passes, batch)
+            for q, query in enumerate(queries):
+                x = query.solution.x
+                # A weight that only this batch reaches has no solution: it does not respond.
+                v = {n: x[n] if n in x else torch.zeros_like(weights[n]) for n in system.names}
+                _subtract(total, q, system.mixed(v, last=q == len(queries) - 1), share)
+        whole += share
+        examples += length_of(batch) or 0
+    if not whole:
+        raise ArgumentError("train_batches must hold at least one batch; got none.")
+    for name, scores in total.items():
+        scores /= whole
+        for q, query in enumerate(queries):
+            direct = query.direct[name]
+            if direct is not None:
+                scores[q] += direct
+    return total, examples
+
+
+def _subtract(total: dict[str, Tensor], q: int, products: dict[str, Tensor | None], share: float) -> None:
+    for name, product in products.items():
+        if product is None:
+            continue
+        if product.is_sparse:  # torch adds sparse tensors to rows of a matrix at wrong places
+            product = product.coalesce()
+            total[name][q].index_add_(0, product.indices()[0], product.values(), alpha=-share)
+        else:
+            total[name][q].sub_(product, alpha=share)
+
+
+def _sized(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+    """Each batch with its number of examples, or with its weight."""
+    if isinstance(batches, Batches):
+        yield from weighted(batches)
+        return
+    for batch in batches:
+        yield batch, float(_size(batch))
+
+
+def _size(batch: Any) -> int:
+    size = length_of(batch)
+    if size is None:
+        raise EvaluationError(
+            "influence counts each training batch by its number of examples, so a batch must be a tensor, or a tuple, "
+            f"list or dict of tensors of one length; got {type(batch).__name__}. Pass Batches(batches, weights=sizes)."
+        )
+    return size
+
+
+def _all(batches: Iterable[Any]) -> Batches:
+    """All training batches as one, with their sizes as weights."""
+    if isinstance(batches, Batches):
+        return batches
+    every = list(batches)
+    return Batches(every, [_size(batch) for batch in every] or None, recompute=len(every) > 1)
+
+
+def _checked(problem: Any, train_batches: Any, queries: Any, method: Any) -> list[Any]:
+    """The queries as a list."""
+    if not isinstance(problem, Problem) or len(problem.singles) != 1:
+        raise ArgumentTypeError(
+            f"influence takes a Problem over one copy of the weights; got {type(problem).__name__}."
+        )
+    if not isinstance(method, Implicit):
+        raise ArgumentTypeError(
+            f"influence takes a method Implicit(solver, curvature), which solves a linear system; got {method!r}."
+        )
+    for name, given in (("train_batches", train_batches), ("queries", queries)):
+        if not isinstance(given, Iterable) or isinstance(given, Tensor | tuple | dict | str):
+            raise ArgumentTypeError(
+                f"influence.{name} must be a list of batches, or a loader; got {type(given).__name__}. Put a single "
+                "batch into a list."
+            )
+        if iter(given) is given:
+            raise ArgumentTypeError(
+                f"influence.{name} must be iterable more than once; got an iterator. Pass a list."
+            )
+    questions = [queries] if isinstance(queries, Batches) else list(queries)
+    if not questions:
+        raise ArgumentError("influence.queries must hold at least one validation batch; got none.")
+    return questions
+
+
+def _warn_of_failures(problem: Problem, reports: list[Report]) -> None:
+    """Warn of failed solves, once for each status."""
+    for status in {report.status for report in reports if report.status.failed}:
+        of_status = [report for report in reports if report.status is status]
+        problem.warn_once(
+            ("influence", status),
+            f"{len(of_status)} of {len(reports)} solves of influence failed; the first: "
+            f"{failure_message(of_status[0], {})}",
+        )
