@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,6 +8,8 @@ from torch import nn
 import bestresponse as br
 import cases
 from bestresponse import _tree
+
+pytestmark = pytest.mark.filterwarnings("ignore:Batches gives equal weights")
 
 
 def pieces(batch, sizes):
@@ -257,3 +261,13 @@ def test_soba_with_fresh_batches_tends_to_the_solution_of_their_mean(recompute, 
     assert float(h.total["rate"]) == pytest.approx(0.5, rel=0.03)
     with pytest.raises(br.Error, match="SOBA"):
         br.Implicit(br.Neumann(3, 0.1, fresh_batches=True), warm_start=True)
+
+
+def test_unequal_batches_without_weights_warn():
+    batches = [(torch.zeros(n, 2), torch.zeros(n)) for n in (5, 3)]
+    with pytest.warns(br.BestResponseWarning, match="equal weights to batches of 3 to 5 examples"):
+        br.Batches(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        br.Batches(batches, weights=[1, 1])
+        br.Batches([batches[0]] * 2)

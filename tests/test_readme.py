@@ -50,6 +50,16 @@ def test_the_python_of_the_page_on_new_data_runs():
     assert -1.0 <= names["tuner"].history[-1]["agreement"] <= 1.0
 
 
+def test_the_python_of_the_page_on_influence_runs():
+    page = README.parent / "docs" / "influence.md"
+    torch.set_default_dtype(torch.float32)
+    names: dict = {}
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(block, page.name, "exec"), names)
+    assert names["found"].scores["table"].shape == (1, 1000)
+    assert [s.status for s in names["found"].solves] == ["converged"]
+
+
 def test_the_links_of_the_readme_exist():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8")):
         assert (README.parent / target).exists(), target

@@ -205,7 +205,7 @@ def test_statistics_of_several_batches_are_those_of_their_updates_in_turn(name):
 
 def test_a_momentum_of_one_takes_the_last_batch():
     problem = br.Problem(dense(norm(momentum=1.0), nn.Tanh)(), Tuned(), train_loss, val_loss)
-    check_gradient(problem, br.Batches([data(6, 3), data(9, 3)]), data(8, 3), ("1",))
+    check_gradient(problem, br.Batches([data(6, 3), data(9, 3)], [1, 1]), data(8, 3), ("1",))
 
 
 def test_dropout_before_the_norm_and_an_activation_in_place():

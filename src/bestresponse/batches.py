@@ -1,13 +1,14 @@
 """Several batches that can replace a single batch."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -23,8 +24,8 @@ class Batches:
 
     Args:
         iterable: the batches; they are kept in a list.
-        weights: numbers ≥ 0, one for each batch; None gives equal weights. Pass the sizes if they differ (the
-            numbers of targets that count, if a loss ignores some).
+        weights: numbers ≥ 0, one for each batch; None gives equal weights, with a warning if the batches are known to
+            differ in size. Pass the sizes then (the numbers of targets that count, if a loss ignores some).
         recompute: whether the curvature keeps the graphs of all batches (False: the memory of the one large
             batch) or rebuilds the graph of one at a time for each product (True: the memory of one
             batch, at the cost of one more training gradient for each product).
@@ -48,6 +49,8 @@ class Batches:
             raise ArgumentTypeError(
                 "Batches must hold plain batches; got Batches inside. Pass one flat list."
             )
+        if weights is None:
+            _warn_of_sizes(self.batches)
         numbers = _normalised(weights, len(self.batches))
         # A batch of weight zero would cost as much as any other, and may not be a valid batch.
         self.batches = [batch for batch, weight in zip(self.batches, numbers, strict=True) if weight]
@@ -139,6 +142,18 @@ def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
 def _is_column(batch: Any) -> bool:
     """Whether it is a list or tuple of numbers or texts, one for each example."""
     return type(batch) in (list, tuple) and bool(batch) and all(isinstance(x, _PLAIN) for x in batch)
+
+
+def _warn_of_sizes(batches: Sequence[Any]) -> None:
+    """Warn if batches of different sizes get equal weights, which is not the mean over their examples."""
+    sizes = {size for size in map(length_of, batches) if size is not None}
+    if len(sizes) > 1:
+        warnings.warn(
+            f"Batches gives equal weights to batches of {min(sizes)} to {max(sizes)} examples. For the mean over all "
+            "examples pass weights=sizes; for equal weights pass weights=[1] * len(batches).",
+            BestResponseWarning,
+            stacklevel=3,
+        )
 
 
 def _measure(batch: Any, lengths: set[int]) -> None:

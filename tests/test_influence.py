@@ -1,0 +1,231 @@
+"""Influence of training examples: against hypergradients of the whole set, and against trainings without an example."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bestresponse as br
+from bestresponse.hyperparameters import Weights
+from conftest import SEED
+
+N, CLASSES, DECAY = 30, 3, 0.1
+EXACT = br.Implicit(br.Exact())
+
+
+def drawn(number, size):
+    g = torch.Generator().manual_seed(SEED + number)
+    return torch.randn(size, 4, generator=g), torch.randint(CLASSES, (size,), generator=g)
+
+
+def penalty(model):
+    return DECAY * sum(w.square().sum() for w in model.parameters())
+
+
+def weighted_losses(outputs, batch):
+    logits, weights = outputs
+    return (weights * F.cross_entropy(logits, batch[2], reduction="none")).mean()
+
+
+def predict(model, hyper, batch):
+    return model(batch[1]), hyper(batch[0])
+
+
+def train_loss(model, hyper, batch):
+    return weighted_losses(predict(model, hyper, batch), batch) + penalty(model)
+
+
+def val_loss(model, hyper, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Data:
+    """A trained logistic regression with a weight for each example, and its batches of unequal sizes."""
+
+    def __init__(self, verify=True):
+        torch.manual_seed(0)
+        x, y = drawn(1, N)
+        self.whole = (torch.arange(N), x, y)
+        self.batches = [
+            tuple(part[rows] for part in self.whole) for rows in torch.arange(N).split([4, 16, 10])
+        ]
+        self.queries = [drawn(2, 1), drawn(3, 12)]
+        self.model, self.weights = nn.Linear(4, CLASSES), Weights(N, "clamp")
+        self.problem = br.Problem(self.model, self.weights, train_loss, val_loss, verify=verify)
+        self.train()
+
+    def train(self):
+        """Go to the minimum by Newton steps."""
+        with torch.no_grad():
+            for w in self.model.parameters():
+                w.zero_()
+        names, shapes = zip(*((n, w.shape) for n, w in self.model.named_parameters()), strict=True)
+        sizes = [s.numel() for s in shapes]
+
+        def loss(flat):
+            parts = {n: p.view(s) for n, p, s in zip(names, flat.split(sizes), shapes, strict=True)}
+            i, x, y = self.whole
+            logits = torch.func.functional_call(self.model, parts, (x,))
+            each = F.cross_entropy(logits, y, reduction="none")
+            return (self.weights.table.detach() * each).mean() + DECAY * flat.square().sum()
+
+        flat = torch.zeros(sum(sizes))
+        for _ in range(12):
+            slope = torch.autograd.functional.jacobian(loss, flat)
+            flat = flat - torch.linalg.solve(torch.autograd.functional.hessian(loss, flat), slope)
+        nn.utils.vector_to_parameters(flat, self.model.parameters())
+
+    def losses(self):
+        with torch.no_grad():
+            return torch.stack([val_loss(self.model, None, query) for query in self.queries])
+
+
+@pytest.fixture(scope="module")
+def data():
+    torch.set_default_dtype(torch.float64)
+    return Data()
+
+
+def test_it_is_the_hypergradient_of_the_whole_set(data):
+    found = br.influence(data.problem, data.batches, data.queries, EXACT)
+    assert found.examples == N
+    torch.testing.assert_close(found.losses, data.losses())
+    for scores, query in zip(found.scores["table"], data.queries, strict=True):
+        h = br.hypergradient(data.problem, data.whole, query, EXACT)
+        torch.testing.assert_close(scores, h.total["table"].to_dense(), rtol=1e-8, atol=1e-12)
+
+
+def test_trainings_without_an_example():
+    """−score predicts what the loss becomes without an example, up to the second order in 1/N."""
+    data = Data()
+    before = data.losses()
+    scores = br.influence(data.problem, data.batches, data.queries, EXACT).scores["table"]
+    changes = []
+    for i in range(N):
+        data.weights.table.data[i] = 0.0
+        data.train()
+        changes.append(data.losses() - before)
+        data.weights.table.data[i] = 1.0
+    actual = torch.stack(changes, dim=1)
+    for mine, theirs in zip(-scores, actual, strict=True):
+        assert float(torch.corrcoef(torch.stack([mine, theirs]))[0, 1]) > 0.9
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.5
+
+
+def test_the_derivative_of_a_new_training():
+    data = Data()
+    scores = br.influence(data.problem, data.batches, data.queries, EXACT).scores["table"]
+    found = []
+    for weight in (1.0 + 1e-5, 1.0 - 1e-5):
+        data.weights.table.data[7] = weight
+        data.train()
+        found.append(data.losses())
+    torch.testing.assert_close(scores[:, 7], (found[0] - found[1]) / 2e-5, rtol=1e-5, atol=1e-9)
+
+
+PARTS = predict, weighted_losses, lambda model, hyper, batch: penalty(model)
+STEPS = {"max_steps": 100, "tolerance": 1e-10}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        br.Implicit(br.ConjugateGradient(**STEPS)),
+        br.Implicit(br.ConjugateGradient(**STEPS, recycle=10)),
+        br.Implicit(br.ConjugateGradient(**STEPS), br.GaussNewton(*PARTS)),
+        br.Implicit(br.ConjugateGradient(**STEPS, preconditioner=br.KFAC(*PARTS))),
+        br.Implicit(br.Nystrom(rank=15, damping=0.0)),
+        br.Implicit(br.Exact(), br.FiniteDifference()),
+    ],
+    ids=["conjugate gradient", "recycled", "Gauss-Newton", "KFAC", "Nystrom", "differences"],
+)
+def test_methods_agree(data, method):
+    expected = br.influence(data.problem, data.batches, data.queries, EXACT).scores["table"]
+    found = br.influence(data.problem, data.batches, data.queries, method)
+    torch.testing.assert_close(found.scores["table"], expected, rtol=1e-4, atol=1e-6)
+    assert len(found.solves) == 2
+
+
+def test_recycled_pairs_make_later_queries_cheaper(data):
+    queries = [data.queries[1]] * 3
+    method = br.Implicit(br.ConjugateGradient(100, tolerance=1e-8, recycle=20))
+    products = [s.products for s in br.influence(data.problem, data.batches, queries, method).solves]
+    assert products[2] < products[0]
+
+
+def test_a_part_of_the_data_for_the_curvature(data):
+    part = data.batches[1]
+    found = br.influence(data.problem, data.batches, data.queries[:1], EXACT, solve_on=part)
+    h = br.hypergradient(data.problem, part, data.queries[0], EXACT)
+    rows = part[0]
+    expected = h.total["table"].to_dense()[rows] * len(rows) / N
+    torch.testing.assert_close(found.scores["table"][0][rows], expected, rtol=1e-8, atol=1e-12)
+    assert bool((found.scores["table"][0] != 0.0).all())
+
+
+def test_other_hyperparameters(data):
+    """Classes and a decay: scores have the shape of each hyperparameter, with a direct part if there is one."""
+    hyper = nn.ParameterDict({"classes": torch.ones(CLASSES), "decay": torch.tensor(-4.0)})
+
+    def loss(model, hyper, batch):
+        each = F.cross_entropy(model(batch[1]), batch[2], reduction="none")
+        decay = hyper["decay"].exp() * sum(w.square().sum() for w in model.parameters())
+        return (hyper["classes"][batch[2]] * each).mean() + decay
+
+    def val(model, hyper, batch):
+        return val_loss(model, hyper, batch) + 0.1 * hyper["decay"]
+
+    problem = br.Problem(data.model, hyper, loss, val)
+    found = br.influence(problem, data.batches, data.queries, EXACT)
+    for q, query in enumerate(data.queries):
+        h = br.hypergradient(problem, data.whole, query, EXACT)
+        for name in hyper:
+            torch.testing.assert_close(found.scores[name][q], h.total[name], rtol=1e-8, atol=1e-12)
+    with pytest.raises(br.Error, match="a ranking needs one table"):
+        found.helpful(1)
+
+
+def test_rankings(data):
+    found = br.influence(data.problem, data.batches, data.queries, EXACT)
+    scores = found.scores["table"]
+    assert torch.equal(found.helpful(3), scores.argsort(dim=1)[:, :3])
+    assert torch.equal(found.harmful(3), scores.argsort(dim=1, descending=True)[:, :3])
+    assert found.helpful(1000).shape == (2, N)
+
+
+def test_it_verifies_and_leaves_no_trace(verifying):
+    data = Data()
+    before = {n: x.clone() for n, x in data.problem.live().items()}
+    data.model.train()
+    found = br.influence(data.problem, data.batches, data.queries, EXACT)
+    assert found.verification == "verified"
+    assert data.model.training
+    assert all(torch.equal(x, before[n]) and x.grad is None for n, x in data.problem.live().items())
+
+
+def test_failed_solves_warn(data):
+    with pytest.warns(br.BestResponseWarning, match="1 of 1 solves of influence failed"):
+        br.influence(
+            data.problem, data.batches, data.queries[:1], br.Implicit(br.Neumann(terms=50, scale=1e3))
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda d: (None, d.batches, d.queries), "takes a Problem over one copy"),
+        (lambda d: (d.problem, d.batches, d.queries, br.Unrolled(3, 0.1)), r"takes a method Implicit\("),
+        (lambda d: (d.problem, d.whole, d.queries), "train_batches must be a list of batches"),
+        (lambda d: (d.problem, d.batches, d.queries[0]), "queries must be a list of batches"),
+        (lambda d: (d.problem, iter(d.batches), d.queries), "iterable more than once"),
+        (lambda d: (d.problem, d.batches, []), "at least one validation batch"),
+        (lambda d: (d.problem, [], d.queries), "at least one batch"),
+        (
+            lambda d: (d.problem, [object()], d.queries),
+            "counts each training batch by its number of examples",
+        ),
+    ],
+)
+def test_arguments(data, arguments, message):
+    with pytest.raises(br.Error, match=message):
+        br.influence(*arguments(data))
