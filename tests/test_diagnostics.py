@@ -11,7 +11,7 @@ import bestresponse as br
 import cases
 from bestresponse import _tree
 from bestresponse.cli import main
-from bestresponse.diagnostics import Check, check, methods
+from bestresponse.diagnostics import Check, check, measuring, methods
 from bestresponse.diagnostics.findings import Bench
 from bestresponse.diagnostics.retraining import retrain
 from bestresponse.testing.comparison import NoTrace
@@ -26,6 +26,7 @@ def few_methods(request, monkeypatch):
         whole = methods.candidates
         first = lambda *arguments: dict(list(whole(*arguments).items())[:1])  # noqa: E731
         monkeypatch.setattr(methods, "candidates", first)
+        monkeypatch.setattr(measuring, "_alive", list)  # slow among the many objects of a test session
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 import gzip
 import json
-import os
 import signal
 import struct
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 import torch
@@ -147,40 +146,40 @@ def test_errors_are_one_sentence_without_a_traceback(tmp_path, capsys):
     assert "1198 examples; got a request for 1240" in capsys.readouterr().err
 
 
-def test_an_interrupted_run_ends_with_its_files_whole(tmp_path):
-    out = tmp_path / "run"
-    # A job in the background inherits an ignored SIGINT, and Python then installs no handler of its own.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from bestresponse.cli import main; raise SystemExit(main())"
-    )
-    command = [sys.executable, "-c", code]
-    words = ["reproduce", "overfit", "--steps", "100000", "--threads", "1", "--out", str(out)]
-    environment = {**os.environ, "PYTHONUTF8": "1"}
-    process = subprocess.Popen(
-        command + words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env=environment,
-    )
+@pytest.fixture
+def interrupts():
+    """Python's own answer to SIGINT; a job in the background inherits that the signal is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_run_ends_with_its_files_whole(tmp_path, capsys, interrupts):
+    out, ended = tmp_path / "run", threading.Event()
     metrics = out / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+
+    def interrupt():
+        while not ended.wait(0.02):
+            if metrics.exists() and metrics.stat().st_size:
+                signal.raise_signal(signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
-        stdout, stderr = process.communicate(timeout=600)
+        assert run("--steps", 100_000, "--model", "linear", "--out", out) == 130
     finally:
-        process.kill()
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        ended.set()
+        thread.join()
+    shown = capsys.readouterr()
+    assert shown.err.endswith("\nbestresponse: interrupted\n")
+    assert "Traceback" not in shown.err
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["hyper_step"] for row in rows] == list(range(1, len(rows) + 1))
     result = json.loads((out / "result.json").read_text())
     assert result["interrupted"]
     assert result["hyper_steps"] == len(rows)
-    assert f"interrupted after {len(rows)} of 100000 hyper-steps" in stdout
+    assert f"interrupted after {len(rows)} of 100000 hyper-steps" in shown.out
 
 
 def test_the_core_needs_no_extra():
@@ -246,6 +245,7 @@ def test_digits():
         images.draw(1000, 1000, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "train"),
     [("mnist", (1, 28, 28), 60_000), ("cifar10", (3, 32, 32), 10_000), ("cifar100", (3, 32, 32), 6_000)],

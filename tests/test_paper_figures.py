@@ -1,7 +1,10 @@
 """The experiments that draw the paper's figures, at a size of seconds."""
 
+import io
 import json
 import re
+import shutil
+from contextlib import redirect_stdout
 from typing import get_args
 
 import pytest
@@ -16,6 +19,7 @@ pytest.importorskip("tyro")
 from safetensors.torch import load_file
 
 from bestresponse import cli
+from bestresponse.diagnostics import measuring
 from bestresponse.experiments import (
     catalogue,
     distill,
@@ -42,10 +46,7 @@ SMALL = {
     "inverse-error": ("--steps", 6, "--inversion-steps", 1, 5, 12, "--shown", 5),
     "inverse-hessian": ("--hidden", 2, "--terms", 1, 5, 20, "--steps", 100),
     "generalisation": ("--settings", "wine", "mlp-500", "--budget", 0.001),
-    "distill": (
-        "--steps",
-        4,
-    ),
+    "distill": ("--steps", 4),
     "split": ("--steps", 3, "--examples", 40, "--shares", 0.2, 0.5),
     "overfit-all": ("--steps", 2, "--model", "linear"),
     "lstm": (
@@ -53,10 +54,13 @@ SMALL = {
         *("--trials", 4, "--save-every", 1),
     ),
     "methods": (
-        *("--steps", 6, "--last", 2, "--terms", 1, 3, "--training", 5, "--trials", 2),
+        *("--steps", 6, "--last", 2, "--terms", 2, "--training", 5, "--trials", 2),
         *("--classes", 2, "--sizes", 2, "--repeats", 1),
     ),
 }
+
+# With two seeds. For augment and lstm, whose rows take seconds, another test takes two.
+TWICE = {"distill", "generalisation", "inverse-error", "inverse-hessian", "overfit-all", "split"}
 
 
 def reproduce(name, *options):
@@ -67,20 +71,39 @@ def result_of(folder):
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Runs each experiment at its small size, once for all tests; returns the folder and what the run printed."""
+    known = {}
+
+    def run_of(name):
+        if name not in known:
+            folder, shown = tmp_path_factory.mktemp(name) / "run", io.StringIO()
+            seeds = ("--seeds", 2) if name in TWICE else ()
+            with pytest.MonkeyPatch.context() as patched, redirect_stdout(shown):
+                patched.setenv("COLUMNS", "250")
+                patched.setattr(measuring, "_alive", list)  # slow among the many objects of a test session
+                assert reproduce(name, *SMALL[name], *seeds, "--out", folder) == 0
+            known[name] = folder, shown.getvalue()
+        return known[name]
+
+    return run_of
+
+
+@pytest.fixture
+def copy_of(finished, tmp_path):
+    """Returns a copy of the folder of a finished run, which the test may change."""
+    return lambda name: shutil.copytree(finished(name)[0], tmp_path / "run")
+
+
 def test_every_experiment_but_the_tested_elsewhere_is_here():
     assert SMALL.keys() | {"overfit"} == catalogue.EXPERIMENTS.keys()
 
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
-def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(
-    name, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("COLUMNS", "250")
-    out = tmp_path / "run"
-    seeds = () if name in ("best-response", "shapes", "methods") else ("--seeds", 2)
-    assert reproduce(name, *SMALL[name], *seeds, "--out", out) == 0
-    shown = capsys.readouterr().out
+def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(name, finished, copy_of):
+    shown, out = finished(name)[1], copy_of(name)
     result, config = result_of(out), json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["experiment"] == name
     assert config["preset"] == "smoke"
@@ -95,6 +118,16 @@ def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(
         (out / figure).unlink()
     assert cli.main(["plot", str(out)]) == 0
     assert {path.name: path.read_bytes() for path in out.glob("*.png")} == figures
+
+
+@pytest.mark.parametrize("name", ["augment", "lstm"])
+def test_a_comparison_takes_several_seeds(name, tmp_path):
+    options = [*SMALL[name], "--rows", "no tuning", "--seeds", 2]
+    assert reproduce(name, *options, "--out", tmp_path) == 0
+    result = result_of(tmp_path)
+    assert result["folders"] == ["no-tuning-0", "no-tuning-1"]
+    assert result["rows"][0]["seconds ±"] >= 0
+    assert (tmp_path / f"{name}.png").is_file()
 
 
 @pytest.mark.parametrize("name", catalogue.EXPERIMENTS)
@@ -185,10 +218,8 @@ def test_a_recycled_solve_is_nearer_than_both_series_at_each_number_of_steps(tmp
             assert recycled["distance"] < other["distance"]
 
 
-def test_a_longer_series_is_nearer_to_the_inverse(tmp_path):
-    out = tmp_path / "run"
-    reproduce("inverse-hessian", *SMALL["inverse-hessian"], "--out", out)
-    exact, one, five, twenty = result_of(out)["rows"]
+def test_a_longer_series_is_nearer_to_the_inverse(finished):
+    exact, one, five, twenty = result_of(finished("inverse-hessian")[0])["rows"]
     assert exact["cosine"] == pytest.approx(1.0, abs=1e-12)
     assert exact["smallest eigenvalue"] > 0
     assert one["relative distance"] > five["relative distance"] > twenty["relative distance"]
@@ -288,15 +319,13 @@ def test_the_exact_row_of_methods_is_exact(data):
 
 
 @pytest.mark.parametrize("name", ["best-response", "shapes"])
-def test_the_figures_of_the_documentation_show_the_librarys_own_numbers(name, tmp_path):
-    reproduce(name, *SMALL[name], "--out", tmp_path / "run")
-    assert next(iter(result_of(tmp_path / "run")["headline"].values())) < 1e-12
+def test_the_figures_of_the_documentation_show_the_librarys_own_numbers(name, finished):
+    assert next(iter(result_of(finished(name)[0])["headline"].values())) < 1e-12
 
 
 @pytest.mark.parametrize(("name", "kept"), [("split", 6), ("split", 1), ("inverse-error", 30)])
-def test_a_killed_run_is_drawn_as_far_as_it_came(name, kept, tmp_path):
-    out = tmp_path / "run"
-    reproduce(name, *SMALL[name], "--seeds", 2, "--out", out)
+def test_a_killed_run_is_drawn_as_far_as_it_came(name, kept, copy_of):
+    out = copy_of(name)
     rows = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(rows) > kept
     (out / "metrics.jsonl").write_text("\n".join(rows[:kept]) + "\n", encoding="utf-8")
@@ -306,17 +335,17 @@ def test_a_killed_run_is_drawn_as_far_as_it_came(name, kept, tmp_path):
 @pytest.mark.parametrize(
     "name", [name for name in SMALL if name not in ("overfit-all", "distill", "methods")]
 )
-def test_a_run_without_rows_is_not_drawn(name, tmp_path, capsys):
-    out = tmp_path / "run"
-    assert reproduce(name, *SMALL[name], "--out", out) == 0
+def test_a_run_without_rows_is_not_drawn(name, copy_of, capsys):
+    out = copy_of(name)
     (out / "metrics.jsonl").write_text("", encoding="utf-8")
     assert cli.main(["plot", str(out)]) == 1
     assert "must hold rows to draw" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_used_again_keeps_nothing_of_the_earlier_run(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    reproduce("distill", "--steps", 2, "--out", out)
+def test_a_folder_that_is_used_again_keeps_nothing_of_the_earlier_run(copy_of, monkeypatch):
+    out = copy_of("distill")
+    assert len(list(out.iterdir())) > 5
+    shutil.rmtree(out / "seed-1")  # not a file of this experiment, whose later seeds have folders
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -328,9 +357,8 @@ def test_a_folder_that_is_used_again_keeps_nothing_of_the_earlier_run(tmp_path, 
 
 
 @pytest.mark.parametrize("content", ['{"headline": ', "{}", "[]"])
-def test_a_damaged_run_is_run_again(content, tmp_path):
-    out = tmp_path / "run"
-    reproduce("overfit-all", *SMALL["overfit-all"], "--out", out)
+def test_a_damaged_run_is_run_again(content, copy_of):
+    out = copy_of("overfit-all")
     (out / "digits-linear-0" / "row.json").write_text(content, encoding="utf-8")
     (out / "digits-linear-0" / "result.json").unlink()
     assert reproduce("overfit-all", *SMALL["overfit-all"], "--out", out) == 0
@@ -344,11 +372,9 @@ def test_the_last_preset_counts(tmp_path):
     assert (config["preset"], config["data"], config["seeds"]) == ("smoke", "digits", 1)
 
 
-def test_runs_that_have_ended_are_not_run_again(tmp_path, capsys):
-    out = tmp_path / "run"
-    reproduce("overfit-all", *SMALL["overfit-all"], "--out", out)
+def test_runs_that_have_ended_are_not_run_again(copy_of):
+    out = copy_of("overfit-all")
     before = result_of(out / "digits-linear-0")
-    capsys.readouterr()
     reproduce("overfit-all", "--steps", 2, "--model", "linear", "mlp", "--out", out)
     assert result_of(out / "digits-linear-0") == before
     assert len(runs.read_rows(out)) == 2
@@ -406,7 +432,9 @@ def test_distilled_digits_teach_a_new_classifier_from_their_files(tmp_path):
     ids=["soft", "rate", "both", "several", "penalties"],
 )
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
-def test_options_of_distillation(options, tmp_path):
+def test_options_of_distillation(options, tmp_path, monkeypatch):
+    if "--per-class" not in options:  # no other option has an effect on the comparisons
+        monkeypatch.setattr(distill.Distill, "_comparisons", lambda *_: iter(()))
     out = tmp_path / "run"
     assert reproduce("distill", "--steps", 8, *options, "--out", out) == 0
     stored, told = load_file(out / "distilled.safetensors"), json.loads((out / "distilled.json").read_text())

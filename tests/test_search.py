@@ -2,6 +2,7 @@ import copy
 import json
 import math
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -512,9 +513,6 @@ PROGRAM = """
 import json, os, sys, time
 import bestresponse as br
 
-assert "optuna" not in sys.modules, "it must be imported where it is used"
-import optuna
-
 folder, (together, trials, stop_at) = sys.argv[1], map(int, sys.argv[2:])
 open(f"{folder}/ready-{os.getpid()}", "w").close()
 while sum(name.startswith("ready") for name in os.listdir(folder)) < together:
@@ -543,16 +541,29 @@ def begin(folder, together, trials, stop_at):
     return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.fixture
-def killed(tmp_path):
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
     """The folder of a search over a grid of nine points that was killed in its seventh trial, and its values."""
-    process = begin(tmp_path, 1, 9, 7)
-    while not (tmp_path / "killed").exists():
+    folder = tmp_path_factory.mktemp("killed")
+    process = begin(folder, 1, 9, 7)
+    while not (folder / "killed").exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    return tmp_path, json.loads((tmp_path / "killed").read_text())
+    return folder, json.loads((folder / "killed").read_text())
+
+
+def copied(folder, to, seconds):
+    """A copy of the killed search's folder, whose last heartbeat was ``seconds`` ago."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    with closing(sqlite3.connect(to / "search.db")) as database, database:
+        beats = database.execute(
+            "UPDATE trial_heartbeats SET heartbeat = datetime('now', ?) WHERE trial_id = 7",
+            [f"-{seconds} seconds"],
+        )
+        assert beats.rowcount == 1
+    return to
 
 
 def go_on(folder):
@@ -564,30 +575,26 @@ def go_on(folder):
     return tried, [trial.state.name for trial in result.study.trials]
 
 
-def test_a_killed_trial_is_repeated_first_after_its_heartbeat_has_stopped_for_long(killed):
+def test_a_killed_trial_is_repeated_first_after_its_heartbeat_has_stopped_for_long(killed, tmp_path):
     folder, values = killed
-    with closing(sqlite3.connect(folder / "search.db")) as database, database:
-        late = f"-{_optuna.GRACE + 5} seconds"
-        beats = database.execute(
-            "UPDATE trial_heartbeats SET heartbeat = datetime('now', ?) WHERE trial_id = 7", [late]
-        )
-        assert beats.rowcount == 1
-    tried, states = go_on(folder)
+    tried, states = go_on(copied(folder, tmp_path, _optuna.GRACE + 5))
     assert tried[0] == values
     assert (states.count("FAIL"), states.count("RUNNING")) == (1, 0)
 
 
-def test_a_grid_that_was_killed_is_completed_at_once(killed):
+def test_a_grid_that_was_killed_is_completed_at_once(killed, tmp_path):
     folder, values = killed
-    tried, states = go_on(folder)
+    tried, states = go_on(copied(folder, tmp_path, 0))
     assert tried[-1] == values
     assert (states.count("FAIL"), states.count("RUNNING")) == (0, 1)  # Optuna still waits for a sign of life
 
 
-def test_processes_share_the_trials_of_one_study(tmp_path):
-    processes = [begin(tmp_path, 2, 16, 0) for _ in range(2)]
-    shown = [process.communicate()[0].splitlines() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+def test_processes_share_the_trials_of_one_study(tmp_path, monkeypatch, capsys):
+    process = begin(tmp_path, 2, 16, 0)
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path), "2", "16", "0"])
+    exec(PROGRAM, {})  # the other process is this one
+    shown = [process.communicate()[0].splitlines(), capsys.readouterr().out.splitlines()]
+    assert process.returncode == 0
     for sampler, *pair in zip(("grid", "random"), *shown, strict=True):
         (mine, result), (theirs, same) = map(json.loads, pair)
         made = {tuple(values.items()) for values in mine + theirs}
@@ -664,20 +671,28 @@ def test_connections_are_closed(tmp_path):
 # --- The name: a function, and the module that it is in.
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import bestresponse.search",
-        "from bestresponse import search; assert callable(search)",
-        "from bestresponse.search import SearchResult",
-        "import importlib; importlib.import_module('bestresponse.search')",
-        "import importlib, sys, bestresponse; importlib.reload(sys.modules['bestresponse.search'])",
-        "import bestresponse.experiments.lstm",
-    ],
-)
-def test_the_function_has_its_name_whatever_is_imported(imports):
-    program = (
-        f"{imports}\nimport bestresponse as br\n{imports}\nprint(br.search.__name__, callable(br.search))"
-    )
+IMPORTS = [
+    "import bestresponse.search",
+    "from bestresponse import search; assert callable(search)",
+    "from bestresponse.search import SearchResult",
+    "import importlib; importlib.import_module('bestresponse.search')",
+    "import importlib, sys, bestresponse; importlib.reload(sys.modules['bestresponse.search'])",
+    "import bestresponse.experiments.lstm",
+]
+
+
+def test_the_function_has_its_name_whatever_is_imported():
+    program = f"""
+import sys
+
+for imports in {IMPORTS!r}:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bestresponse"]:
+        del sys.modules[name]
+    exec(imports, {{}})
+    import bestresponse as br
+    exec(imports, {{}})
+    assert "optuna" not in sys.modules, "it must be imported where it is used"
+    print(br.search.__name__, callable(br.search))
+"""
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert shown.stdout == "search True\n"
+    assert shown.stdout == "search True\n" * len(IMPORTS)

@@ -1,5 +1,6 @@
 """The command ``bestresponse``, whose options come from the dataclasses of the experiments."""
 
+import inspect
 import json
 import sys
 import traceback
@@ -9,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import _layout
 from .diagnostics import check
@@ -22,6 +23,8 @@ _COMMANDS = {
     "bestresponse check MODULE:FUNCTION": "check a problem and compare methods on it",
     "bestresponse --version": "",
 }
+
+_Options = TypeVar("_Options")
 
 
 @dataclass
@@ -59,6 +62,7 @@ class CheckProblem:
                 weight_optimizer=optimizer[0] if optimizer else None,
                 retrain_steps=self.retrain_steps,
                 seed=self.seed,
+                progress=_say,
             )
         except (Error, OSError) as error:
             print(f"bestresponse: {error}", file=sys.stderr)
@@ -68,6 +72,10 @@ class CheckProblem:
             text = json.dumps(found.data(), indent=2, allow_nan=False)
             self.json.write_text(text + "\n", encoding="utf-8")
         return 0 if found.ok else 1
+
+
+def _say(part: str) -> None:
+    print(_layout.fold(f"checking: {part}", " " * 4), file=sys.stderr, flush=True)
 
 
 def _made(place: str) -> tuple[Any, ...]:
@@ -117,9 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if words[:1] == ["--version"]:
+        print(version("bestresponse"))
+        return 0
     try:
-        import tyro
-
         from .experiments import catalogue, experiment
     except ModuleNotFoundError as error:
         raise Error(
@@ -134,17 +143,12 @@ def _run(words: list[str]) -> int:
         case ["reproduce", name, *rest] if name in experiments:
             kind = experiments[name]
             default = kind.of_preset(_preset(rest))
-            experiment.run(tyro.cli(kind, prog=f"bestresponse reproduce {name}", args=rest, default=default))
+            experiment.run(_parsed(kind, f"reproduce {name}", rest, default))
         case ["plot", *rest]:
-            plot = tyro.cli(tyro.conf.PositionalRequiredArgs[Plot], prog="bestresponse plot", args=rest)
+            plot = _parsed(Plot, "plot", rest)
             print("\n".join(str(path) for path in catalogue.draw(plot.folder)))
         case ["check", *rest]:
-            checked = tyro.cli(
-                tyro.conf.PositionalRequiredArgs[CheckProblem], prog="bestresponse check", args=rest
-            )
-            return checked.run()
-        case ["--version", *_]:
-            print(version("bestresponse"))
+            return _parsed(CheckProblem, "check", rest).run()
         case ["reproduce", name, *_] if not name.startswith("-"):
             known = ", ".join(experiments)
             print(
@@ -158,6 +162,28 @@ def _run(words: list[str]) -> int:
             print(f"{usage}\n\nbestresponse: no such command: {' '.join(words[:2])}", file=sys.stderr)
             return 2
     return 0
+
+
+def _parsed(kind: type[_Options], name: str, words: Sequence[str], default: Any = None) -> _Options:
+    """The options of a command, from its words."""
+    import tyro
+
+    conf = tyro.conf
+    options: _Options = tyro.cli(
+        kind,
+        prog=f"bestresponse {name}",
+        description=_about(kind),
+        args=words,
+        default=default,
+        config=(conf.PositionalRequiredArgs, conf.PositionalMetavarFromFieldName, conf.DisallowNone),
+    )
+    return options
+
+
+def _about(kind: type) -> str:
+    """The docstring of a class in lines that fit; tyro keeps breaks only before lines that begin with a space."""
+    paragraphs = inspect.getdoc(kind) or ""
+    return "\n\n".join(_layout.fold(f" {text}", " ") for text in paragraphs.split("\n\n"))
 
 
 def _usage() -> str:

@@ -3,7 +3,7 @@
 import math
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ def check(
     methods: Mapping[str, Method] | None = None,
     retrain_steps: int = 100,
     seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> Check:
     """Check whether a problem is ready for tuning, and compare the results and costs of all methods on it.
 
@@ -96,6 +97,7 @@ def check(
         methods: more methods to compare, by name, such as ``{"GN": Implicit(curvature=GaussNewton(...))}``.
         retrain_steps: S, the steps in each of five retraining runs; 0 skips them.
         seed: seed of the random state of each pass.
+        progress: a function that gets the name of each part when it starts, such as ``print``.
 
     Returns:
         A `Check`: print it, or use `Check.data`.
@@ -110,6 +112,7 @@ def check(
     for method in (methods or {}).values():
         require_method(method)
     bench = Bench(problem, train_batch, val_batch, seed)
+    bench.progress = progress or bench.progress
     # One of the faults to find is a pass that edits the weights.
     with warnings.catch_warnings(), _tree.put_back(problem.live()):
         warnings.simplefilter("ignore")
@@ -127,14 +130,19 @@ def _examined(bench: Bench, optimizer: Any, more: dict[str, Method], steps: int)
             bench.topic = "weight optimiser"
             check_weight_optimizer(bench.problem, optimizer)
             bench.add("ok", "it has every weight, no hyperparameter and no weight decay.")
+        bench.progress("the losses")
         losses.examine(bench)
+        bench.progress("a first hypergradient")
         best = derivatives.reference(bench)
+        bench.progress("the gradients of both losses against differences")
         derivatives.slopes(bench)
+        bench.progress("the curvature")
         known = spectrum.examine(bench)
         size = _tree.norm(best)
         direction = _tree.scale(best, 1.0 / (size or 1.0))
         bench.topic = "retraining"
         if size and steps and known.highest > 0.0:
+            bench.progress(f"five retraining runs of {steps} steps")
             again = retrain(bench, direction, size, known.highest, steps)
         bench.topic = "methods"
         tried = methods.candidates(bench, known, optimizer) | more if size else {}

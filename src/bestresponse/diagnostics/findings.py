@@ -1,7 +1,7 @@
 """The findings of a check."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ class Bench:
         findings: the findings so far.
         topic: the present topic.
         direct_only: whether the hypergradient has no part through the weights.
+        progress: a function that gets the name of each part of the check when it starts.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Bench:
     findings: list[Finding] = field(default_factory=list)
     topic: str = "parameters"
     direct_only: bool = False
+    progress: Callable[[str], None] = lambda part: None
 
     def copy_problem(self) -> None:
         """Continue with a new problem; raises if parameters were replaced or frozen."""

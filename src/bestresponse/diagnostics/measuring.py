@@ -57,5 +57,7 @@ def _alive() -> list[torch.Tensor | None]:
 
     For such a block, the profiler would print a warning from C++.
     """
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    tensors = [x for x in objects if type(x) in kinds]
     return [*tensors, *(x.grad for x in tensors if x.is_leaf)]

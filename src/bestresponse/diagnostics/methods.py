@@ -92,7 +92,8 @@ def compare(
     # Profilers do not nest; ours would end the caller's.
     unit = None if torch.autograd.profiler._is_profiler_enabled else measuring.peak_bytes(gradient)
     rows = [Row("the reference", _tree.norm(best), 1.0)]
-    for name, method in methods.items():
+    for number, (name, method) in enumerate(methods.items(), 1):
+        bench.progress(f"method {number} of {len(methods)}, {name}")
         call = partial(hypergradient, problem, bench.train, bench.val, method, bench.seed, known)
         try:
             # The first round is not timed: the first call of a warm-started method may take more steps.
