@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -16,6 +17,7 @@ def run(name):
     module.main()
 
 
+@pytest.mark.slow
 def test_hypernetwork(capsys):
     run("hypernetwork")
     shown = capsys.readouterr().out
@@ -23,6 +25,7 @@ def test_hypernetwork(capsys):
     assert after < 0.8 * before
 
 
+@pytest.mark.slow
 def test_search(capsys):
     run("search")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation loss ")]
@@ -32,6 +35,7 @@ def test_search(capsys):
         assert float(after) < 0.5 * float(before)
 
 
+@pytest.mark.slow
 def test_learning_rate(capsys):
     run("learning_rate")
     shown = capsys.readouterr().out
@@ -40,6 +44,7 @@ def test_learning_rate(capsys):
     assert "learning rate" in shown
 
 
+@pytest.mark.slow
 def test_loss_weights(capsys):
     run("loss_weights")
     shown = capsys.readouterr().out
@@ -47,6 +52,7 @@ def test_loss_weights(capsys):
     assert after < 0.1 * before
 
 
+@pytest.mark.slow
 def test_dropout_and_decay(capsys):
     run("dropout_and_decay")
     shown = capsys.readouterr().out

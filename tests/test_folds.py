@@ -462,6 +462,7 @@ def test_verification_finds_a_lost_derivative_in_folds(verifying):
         assert (wrong.batched, problem.batched) == (batched, batched)
 
 
+@pytest.mark.slow
 def test_check_accepts_folds(monkeypatch):
     monkeypatch.setattr(measuring, "_alive", list)  # slow among the many objects of a test session
     problem, train, val = network(trained=True)

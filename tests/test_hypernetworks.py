@@ -82,7 +82,7 @@ def disturb(network):
 @pytest.mark.parametrize(
     ("make", "decays", "start"),
     [
-        (lambda p: LinearHypernetwork(p, scale=0.2), 2, 3.0),
+        pytest.param(lambda p: LinearHypernetwork(p, scale=0.2), 2, 3.0, marks=pytest.mark.slow),
         (lambda p: SelfTuning(p, scale=0.3, entropy=0.01), 1, -3.0),
     ],
     ids=["linear, two decays", "self-tuning"],

@@ -361,6 +361,7 @@ def test_several_batches_have_the_mean_of_the_factors():
     assert torch.allclose(_tree.flatten(found.total), _tree.flatten(wanted.total), rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_preconditioned_conjugate_gradient_needs_fewer_products():
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3),

@@ -410,7 +410,9 @@ def path():
     return at
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["sgd", *(pytest.param(x, marks=pytest.mark.slow) for x in OPTIMIZERS if x != "sgd")]
+)
 def test_training_ends_on_the_path_of_the_lasso(name):
     """With zeros where the path has zeros, from weights of either sign."""
     for alpha, expected in path().items():
@@ -518,6 +520,7 @@ def test_a_penalty_on_a_part_of_the_model_is_named():
         br.Tuner(problem, *optimizers).fit([TRAIN], [VAL], 1)
 
 
+@pytest.mark.slow
 def test_the_check_of_a_lasso():
     """No singular curvature, a stationary point, and the slope that re-solving finds."""
     problem = problem_of(lasso, 0.3)

@@ -46,7 +46,7 @@ def small(many=False, words=7, units=3):
     return br.Problem(model, model.rates, language.train_loss, language.val_loss), batches
 
 
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("many", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_second_derivatives(many):
     problem, batches = small(many, words=4, units=2)
     check_curvature(br.Hessian(), problem, batches[0])
