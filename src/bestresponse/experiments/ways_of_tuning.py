@@ -99,27 +99,22 @@ def many(setting: Setting, examples: Data, clock: Clock, seed: int) -> Found:
 def many_with_help(setting: Setting, examples: Data, clock: Clock, seed: int) -> Found:
     """The many hyperparameters, loosened from the few as far as examples that no hypergradient saw allow.
 
-    Each part that is set aside has its path: the few, then the many with a shrinkage that falls from stage to stage.
-    After each stage, new weights are trained at its hyperparameters, and their losses are measured on the part. With
-    several parts, the few are tuned on all examples first, and loosened in the end up to the chosen stage. With one
-    part, the result is that of its path.
+    The few are tuned on all examples in half of the time. Each part that is set aside has its path on the other
+    examples: the few, then the many with a shrinkage that falls from stage to stage. After each stage, new weights are
+    trained at its hyperparameters, and their losses are measured on the part. In the end the few of all examples are
+    loosened up to the chosen stage.
     """
     parts = setting.splits(examples)
-    again = len(parts) > 1
-    begin = _tuned_few(setting, examples, clock.seconds / 2) if again else None
-    seconds = clock.left / (len(parts) + again)
+    begin = _tuned_few(setting, examples, clock.seconds / 2)
+    seconds = clock.left / (len(parts) + 1)
     losses: list[list[Tensor]] = [[] for _ in range(1 + len(setting.strengths))]
-    hypers: list[nn.Module] = []
     for rest, aside in parts:
         own = Clock(seconds)
         few = _tuned_few(setting, rest, seconds / 2)
         for stage, hyper in enumerate(_loosened(setting, rest, few, own, len(setting.strengths))):
             losses[stage].append(retrained(setting, hyper, rest, aside, seed))
-            hypers.append(hyper)
     stage, gains = _chosen([torch.cat(of_stage) for of_stage in losses])
-    kept = hypers[stage]
-    if begin is not None:
-        *_, kept = _loosened(setting, examples, begin, Clock(max(clock.left, seconds)), stage)
+    *_, kept = _loosened(setting, examples, begin, Clock(max(clock.left, seconds)), stage)
     return Found(kept, {"shrinkage": (1.0, *setting.strengths)[stage], "gains": gains})
 
 
