@@ -28,7 +28,8 @@ class InverseHessian(Repeated):
     """
 
     name = "inverse-hessian"
-    cpu = paper = "--threads 0 --data boston --seeds 3 --hidden 10"
+    cpu = "--threads 0 --data boston --seeds 3 --hidden 10"
+    paper = "--threads 0 --data boston --hidden 15"
     figures = ("inverse_hessian.png",)
     by = ("inverse", "weights")
     of = ("gradient norm", "cosine", "relative distance", "smallest eigenvalue", "largest eigenvalue")
