@@ -16,11 +16,13 @@ pytest.importorskip("tyro")
 from safetensors.torch import load_file
 
 from bestresponse import cli
+from bestresponse.diagnostics import measuring
 from bestresponse.experiments import (
     catalogue,
     distill,
     distilled_set,
     experiment,
+    orders,
     runs,
     small_problems,
     softmax,
@@ -266,6 +268,18 @@ def test_methods_are_told_apart(tmp_path):
     ):
         found = [growth[name][q] for q in ("steps I", "weights P", "hyperparameters H")]
         assert found == pytest.approx([steps, weights, hyperparameters], abs=0.15), name
+
+
+@pytest.mark.parametrize(
+    "name", ["unrolled", "self-tuning network", "Neumann, I terms", "conjugate gradient, I steps"]
+)
+def test_memory_grows_with_the_hyperparameters_where_these_are_many(name):
+    """The H of the paper's table 2, beside 1,024 weights."""
+    work, used = orders.METHODS[name][1], []
+    for number in (2**18, 2**20):
+        problem = orders.problem_of(1024, number)
+        used.append(measuring.peak_bytes(lambda problem=problem: work(problem, 4)))
+    assert used[1] / used[0] == pytest.approx(4.0, rel=0.05)
 
 
 @pytest.mark.parametrize("data", ["diabetes", "digits"])
