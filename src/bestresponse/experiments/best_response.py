@@ -58,7 +58,7 @@ class BestResponse(Experiment):
                 panel.plot(*on_surface, color=plots.BLUE, linewidth=1.2, linestyle=":", zorder=3)
                 self._draw_response(panel, at, marked, -0.8 * float(height.max()))
                 panel.set(xlabel="hyperparameter λ", ylabel="weight w", xlim=_LIMITS[0], ylim=_LIMITS[1])
-                panel.set_title(f"{name}, as height", fontsize=11, y=0.95)
+                panel.set_title(f"{name}, as height", fontsize=11, y=0.99)
                 panel.set_xticks(range(-3, 2))
                 panel.view_init(elev=28, azim=-58)
             self._draw_objective(axes[0, 1], at, marked)
