@@ -509,6 +509,23 @@ def test_distilled_data_begins_as_it_is_told_and_refuses_what_does_not_fit():
         br.hyperparameters.DistilledData(x, y, classes=3, confidence=0.2)
 
 
+def test_distilled_data_keeps_its_bounds():
+    x, y = torch.rand(4, 2, 3, 3), torch.arange(4)
+    data = br.hyperparameters.DistilledData(x, y, bounds=(0.0, torch.tensor([1.0, 2.0]).view(2, 1, 1)))
+    data.project_()
+    assert torch.equal(data()[0], x)
+    with torch.no_grad():
+        data.inputs.copy_(10 * x - 5)
+    data.project_()
+    assert float(data.inputs.detach().min()) == 0.0
+    assert data.inputs.amax(dim=(0, 2, 3)).tolist() == [1.0, 2.0]
+    free = br.hyperparameters.DistilledData(x, y)
+    free.project_()
+    assert torch.equal(free()[0], x)
+    with pytest.raises(br.Error, match="inputs must be within the bounds"):
+        br.hyperparameters.DistilledData(x, y, bounds=(0.9, 1.0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("mnist", 0.92), ("cifar10", 0.36)])
 def test_ten_images_teach_what_is_asked_of_them(name, least, tmp_path, data_folder):
