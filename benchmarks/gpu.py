@@ -432,11 +432,11 @@ def epochs(device: torch.device, experiment: str, dry: bool, seconds: float, fol
     if experiment == "augment":
         sizes = {"train": 8000, "validation": 2000} if present else {"steps": 10**6}
         images = dataclasses.replace(Augment.of_preset(preset), seeds=1, rows=("3 Neumann",), **sizes)
-        (cell,) = images.works(device, folder)
+        (cell,) = images.tasks(device, folder)
         batches, name = images.train // images.batch, f"augment, {images.network}, {images.data}"
     else:
-        words = dataclasses.replace(LSTM.of_preset(preset), seeds=1, rows=("7 rates",), budget=10**7)
-        (cell,) = words.works(device, folder)
+        words = dataclasses.replace(LSTM.of_preset(preset), seeds=1, rows=("7 rates",), steps=10**7)
+        (cell,) = words.tasks(device, folder)
         corpus = text.load(words.data, None, words.words, words.train_words)
         batches = len(corpus.train) // (words.batch * words.length)
         name = f"lstm, {words.units} units, {words.data}"

@@ -129,7 +129,7 @@ def of_digits(seed: int, per: Any = "weight") -> Setting:
 def of_words(seed: int, folder: Path | None, many: bool = True) -> Setting:
     corpus = text.load("ptb", folder, 2_000, 20_000)
     torch.manual_seed(seed)
-    rates = language.Regulariser(64, many)
+    rates = language.Regulariser(64, many, penalties=not many)
     model = language.LanguageModel(len(corpus.words), 64, 20, rates=rates)
     problem = br.Problem(model, model.rates, language.train_loss, language.val_loss)
     train, val, test = (text.sequences(words, 20, 20) for words in (corpus.train, corpus.val, corpus.test))

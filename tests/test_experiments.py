@@ -50,6 +50,7 @@ def test_overfit_on_digits_writes_its_files(tmp_path, capsys):
     assert result["seed"] == 0
     assert not result["interrupted"]
     assert result["rows"][0]["validation error"] < 0.6
+    assert rows[-1]["test_error"] == result["rows"][0]["test error"]  # of the same images
 
 
 def test_a_saved_run_is_resumed(tmp_path, capsys):

@@ -17,7 +17,8 @@ def count(module):
 
 def test_it_has_the_papers_sizes():
     assert count(Regulariser(650)) == 7
-    assert count(Regulariser(650, many=True)) == 1_691_951
+    assert count(Regulariser(650, many=True, penalties=False)) == 1_691_951
+    assert count(Regulariser(650, many=True, layers=2)) == 3_381_951 + 2
     model = LanguageModel(10_000, 650, 40)
     hyper = model.rates
     problem = br.Problem(model, hyper, language.train_loss, language.val_loss)
@@ -41,7 +42,7 @@ def test_a_layer_is_torchs_lstm():
 
 
 def small(many=False, words=7, units=3):
-    model = LanguageModel(words, units, 2, rates=Regulariser(units, many, initial=0.3))
+    model = LanguageModel(words, units, 2, rates=Regulariser(units, many, initial=0.3, layers=2))
     batches = [tuple(torch.randint(words, (4, 2)) for _ in range(2)) for _ in range(3)]
     return br.Problem(model, model.rates, language.train_loss, language.val_loss), batches
 
@@ -108,7 +109,7 @@ def test_dropout_is_in_every_place():
             p.fill_(-6.9)
     calm = problem.model(batches[0][0])[0]
     with torch.no_grad():
-        problem.hyper.recurrent.logit.fill_(0.0)
+        problem.hyper.recurrent[0].logit.fill_(0.0)
     assert float((problem.model(batches[0][0])[0] - calm).detach().abs().max()) > 1e-4
 
 
@@ -120,7 +121,7 @@ def test_penalties_are_their_formulas():
     dropped, outputs = torch.randn(4, 2, 3), torch.randn(4, 2, 3)
     expected = 2 * dropped.square().mean() + 3 * (outputs[1:] - outputs[:-1]).square().mean()
     assert torch.allclose(rates.penalty(dropped, outputs), expected)
-    assert float(Regulariser(3, many=True).penalty(dropped, outputs)) == 0.0
+    assert float(Regulariser(3, penalties=False).penalty(dropped, outputs)) == 0.0
     assert bool(rates.penalty(dropped[:1], outputs[:1]).isfinite())
 
 

@@ -25,6 +25,7 @@ from bestresponse.experiments import (
     distill,
     distilled_set,
     experiment,
+    orders,
     runs,
     small_problems,
     softmax,
@@ -50,7 +51,7 @@ SMALL = {
     "split": ("--steps", 3, "--examples", 40, "--shares", 0.2, 0.5),
     "overfit-all": ("--steps", 2, "--model", "linear"),
     "lstm": (
-        *("--budget", 60, "--train-words", 3000, "--words", 60, "--units", 6, "--length", 10),
+        *("--steps", 30, "--train-words", 3000, "--words", 60, "--units", 6, "--length", 10),
         *("--trials", 4, "--save-every", 1),
     ),
     "methods": (
@@ -176,7 +177,7 @@ def test_an_option_outranks_its_preset(tmp_path):
         ("augment", ("--train", 1000), "the training set has 1198"),
         ("augment", ("--bound", -1.0), "--bound must be ≥ 0"),
         ("lstm", ("--data", "ptb", "--data-dir", "nowhere"), "Penn TreeBank needs the file ptb.train.txt"),
-        ("lstm", ("--hyper-cost", 0.0), "--hyper-cost must be positive"),
+        ("lstm", ("--trials", 0), "--trials must be positive"),
         ("methods", ("--last", 60), "--last must be at most --steps; got 60"),
         ("methods", ("--terms", 0, 1), "--terms must be positive and finite; got 0, 1"),
         ("methods", ("--sizes", 1), "--sizes must be between 2 and 10"),
@@ -299,6 +300,18 @@ def test_methods_are_told_apart(tmp_path):
         assert found == pytest.approx([steps, weights, hyperparameters], abs=0.15), name
 
 
+@pytest.mark.parametrize(
+    "name", ["unrolled", "self-tuning network", "Neumann, I terms", "conjugate gradient, I steps"]
+)
+def test_memory_grows_with_the_hyperparameters_where_these_are_many(name):
+    """The H of the paper's table 2, beside 1,024 weights."""
+    work, used = orders.METHODS[name][1], []
+    for number in (2**18, 2**20):
+        problem = orders.problem_of(1024, number)
+        used.append(measuring.peak_bytes(lambda problem=problem: work(problem, 4)))
+    assert used[1] / used[0] == pytest.approx(4.0, rel=0.05)
+
+
 @pytest.mark.parametrize("data", ["diabetes", "digits"])
 def test_the_exact_row_of_methods_is_exact(data):
     """It is the difference of validation losses of re-solved problems."""
@@ -335,6 +348,7 @@ def test_a_killed_run_is_drawn_as_far_as_it_came(name, kept, copy_of):
 @pytest.mark.parametrize(
     "name", [name for name in SMALL if name not in ("overfit-all", "distill", "methods")]
 )
+@pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_a_run_without_rows_is_not_drawn(name, copy_of, capsys):
     out = copy_of(name)
     (out / "metrics.jsonl").write_text("", encoding="utf-8")
@@ -520,6 +534,23 @@ def test_distilled_data_begins_as_it_is_told_and_refuses_what_does_not_fit():
         br.hyperparameters.DistilledData(x, y, classes=2)
     with pytest.raises(br.Error, match="1/classes < confidence < 1"):
         br.hyperparameters.DistilledData(x, y, classes=3, confidence=0.2)
+
+
+def test_distilled_data_keeps_its_bounds():
+    x, y = torch.rand(4, 2, 3, 3), torch.arange(4)
+    data = br.hyperparameters.DistilledData(x, y, bounds=(0.0, torch.tensor([1.0, 2.0]).view(2, 1, 1)))
+    data.project_()
+    assert torch.equal(data()[0], x)
+    with torch.no_grad():
+        data.inputs.copy_(10 * x - 5)
+    data.project_()
+    assert float(data.inputs.detach().min()) == 0.0
+    assert data.inputs.amax(dim=(0, 2, 3)).tolist() == [1.0, 2.0]
+    free = br.hyperparameters.DistilledData(x, y)
+    free.project_()
+    assert torch.equal(free()[0], x)
+    with pytest.raises(br.Error, match="inputs must be within the bounds"):
+        br.hyperparameters.DistilledData(x, y, bounds=(0.9, 1.0))
 
 
 @pytest.mark.slow

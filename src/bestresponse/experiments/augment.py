@@ -22,7 +22,14 @@ from .experiment import Count, NotNegative, Number, Positive, Repeated, Row, Sha
 from .learned_images import Learned, Losses, scores
 
 RowName = Literal[
-    "no tuning", "untuned network", "identity", "3 Neumann", "3 unrolled", "recycled", "Gauss-Newton"
+    "no tuning",
+    "untuned network",
+    "identity",
+    "3 Neumann",
+    "3 unrolled",
+    "3 conjugate gradient",
+    "recycled",
+    "Gauss-Newton",
 ]
 _COLOURS = plots.colours(get_args(RowName))
 _UNTUNED = ("no tuning", "untuned network")
@@ -44,8 +51,9 @@ class Augment(Repeated):
     )
     paper = (
         "--threads 0 --data cifar10 --network resnet18 --train 40000 --validation 10000 --noise 0 --batch 128 "
-        "--validation-batch 128 --steps 60000 --warmup 0 --weight-steps 1 --weight-rate 0.1 --decay 5e-4 "
-        "--optimizer rmsprop --hyper-rate 1e-2 --hyper-clip 1 --initial 0 --seeds 3 --save-every 500"
+        "--validation-batch 128 --steps 60000 --warmup 0 --weight-steps 1 --weight-optimizer adam --weight-rate 1e-4 "
+        "--decay 0 --optimizer rmsprop --hyper-rate 1e-2 --hyper-clip 0 --constant-rates --bound 0 --initial 0 "
+        "--rows 'no tuning' identity '3 Neumann' '3 unrolled' '3 conjugate gradient' --save-every 500"
     )
     labels = ("data", "learn")
     figures = ("augment.png",)
@@ -69,13 +77,15 @@ class Augment(Repeated):
     steps: Count = 120  # Weight steps in total; an incomplete last hyper-step is left out.
     warmup: Number = 40  # Weight steps before the first hyper-step.
     weight_steps: Count = 5  # Weight steps before each hyper-step.
+    weight_optimizer: Literal["sgd", "adam"] = "sgd"  # The optimiser of the weights; SGD has momentum 0.9.
     weight_rate: Positive = 0.03
-    """The learning rate of SGD with momentum 0.9; it falls to zero in the last 30 % of the steps."""
+    """The learning rate of the weights; it falls to zero in the last 30 % of the steps."""
     decay: NotNegative = 5e-3  # The weight decay of the trained network, which is not tuned.
     optimizer: Literal["sgd", "rmsprop"] = "sgd"
-    """The optimiser of the hyperparameters; SGD has momentum 0.9. Its rate falls to zero between 60 and 80 % of the
-    hyper-steps."""
-    hyper_rate: Positive = 0.1  # The learning rate of the hyperparameters.
+    """The optimiser of the hyperparameters; SGD has momentum 0.9."""
+    hyper_rate: Positive = 0.1
+    """The learning rate of the hyperparameters; it falls to zero between 60 and 80 % of the hyper-steps."""
+    constant_rates: bool = False  # Keep both learning rates constant.
     hyper_clip: NotNegative = 0.01
     """The largest norm of a hypergradient; 0 turns clipping off. With a value as small as the default, nearly all
     hypergradients get the same norm."""
@@ -134,7 +144,7 @@ class Augment(Repeated):
         hyper_steps = (self.steps - self.warmup) // self.weight_steps
         problem, losses = self._problem(cell.name, train[0], classes)
         learned = problem.hyper
-        optimizer = torch.optim.SGD(problem.weights.values(), self.weight_rate, momentum=0.9, nesterov=True)
+        optimizer = self._weight_optimizer(list(problem.weights.values()))
         hyper_optimizer = self._hyper_optimizer(list(learned.parameters()), self.hyper_rate if tuned else 0.0)
         measure = partial(_measured, {"validation": val, "test": test})
         tuner = br.Tuner(
@@ -144,8 +154,8 @@ class Augment(Repeated):
             self._methods(losses)[cell.name],
             weight_steps=self.weight_steps,
             warmup_steps=self.warmup,
-            weight_scheduler=LambdaLR(optimizer, lambda step: _share(step / self.steps, 0.7, 1.0)),
-            hyper_scheduler=LambdaLR(hyper_optimizer, lambda step: _share(step / hyper_steps, 0.6, 0.8)),
+            weight_scheduler=self._schedule(optimizer, self.steps, 0.7, 1.0),
+            hyper_scheduler=self._schedule(hyper_optimizer, hyper_steps, 0.6, 0.8),
             seed=cell.seed,
             callbacks=[br.callbacks.Evaluate(measure, max(1, hyper_steps // 30))],
         )
@@ -181,9 +191,25 @@ class Augment(Repeated):
             "identity": br.Implicit(br.Identity()),
             "3 Neumann": br.Implicit(br.Neumann(3, scale=self.weight_rate)),
             "3 unrolled": br.Unrolled(3, self.weight_rate),
+            "3 conjugate gradient": br.Implicit(br.ConjugateGradient(3)),
             "recycled": br.Implicit(br.ConjugateGradient(4, damping=None, recycle=10), warm_start=True),
             "Gauss-Newton": br.Implicit(curvature=curvature),
         }
+
+    def _schedule(
+        self, optimizer: torch.optim.Optimizer, steps: int, begin: float, end: float
+    ) -> LambdaLR | None:
+        """A learning rate that falls from the share ``begin`` of the steps to the share ``end``."""
+        return (
+            None
+            if self.constant_rates
+            else LambdaLR(optimizer, lambda step: _share(step / steps, begin, end))
+        )
+
+    def _weight_optimizer(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.weight_optimizer == "adam":
+            return torch.optim.Adam(weights, self.weight_rate)
+        return torch.optim.SGD(weights, self.weight_rate, momentum=0.9, nesterov=True)
 
     def _hyper_optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, rate, momentum=0.9)

@@ -42,39 +42,60 @@ class BestResponse(Experiment):
         return {"largest difference": table[0][_LARGEST]}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Both surfaces with the best response, and the hypergradient as the slope of the validation curve."""
+        """Both surfaces over the plane with the best response, and the validation loss along it on a wall."""
         marked, curve = rows[0], sorted(rows[1:], key=lambda row: row["hyperparameter"])
         grid = np.meshgrid(np.linspace(*_LIMITS[0], 60), np.linspace(*_LIMITS[1], 60))
         places, weights = (torch.from_numpy(x) for x in grid)
         at = {key: np.array([row[key] for row in curve]) for key in rows[0]}
-        surfaces = (
-            ("training loss", _train, "best response w*(λ)"),
-            ("validation loss", _val, "$L_V$(w*(λ), λ)"),
-        )
         look = {"projection": "3d", "computed_zorder": False}
         path = folder / self.figures[0]
         # Products of 3D axes sometimes report invalid numbers, which BLAS leaves in unused lanes.
-        with np.errstate(all="ignore"), plots.panels(path, 1, 2, (10.0, 4.6), subplot_kw=look) as axes:
-            for panel, (name, loss, label) in zip(axes[0], surfaces, strict=True):
+        with np.errstate(all="ignore"), plots.panels(path, 1, 2, (10.0, 5.4), subplot_kw=look) as axes:
+            for panel, (name, loss) in zip(axes[0], _LOSSES.items(), strict=True):
                 height = loss(weights, places).numpy()
-                panel.plot_surface(*grid, height, cmap="GnBu", alpha=0.6, linewidth=0, zorder=0)
-                line = at["hyperparameter"], at["best response"], at[name]
-                panel.plot(*line, color=plots.BLUE, linewidth=2.5, label=label, zorder=2)
-                here = marked["hyperparameter"], marked["best response"], marked[name]
-                panel.scatter(*here, color=plots.RED, s=30, zorder=4)
-                panel.set(xlabel="hyperparameter λ", ylabel="weight w")
-                panel.set_title(f"{name}, as height", fontsize=11)
-                panel.view_init(elev=32, azim=-58)
-            reach = np.array([-1.1, 1.1])
-            tangent = (
-                marked["hyperparameter"] + reach,
-                marked["best response"] * (1.0 - (1.0 - marked["best response"]) * reach),
-                marked["validation loss"] + marked["hypergradient"] * reach,
-            )
-            text = f"slope: the hypergradient, {marked['hypergradient']:.3f}".replace("-", "−")
-            axes[0, 1].plot(*tangent, color=plots.RED, linewidth=2.2, zorder=3, label=text)
+                panel.plot_surface(*grid, height, cmap="GnBu", alpha=0.5, linewidth=0, zorder=1)
+                on_surface = at["hyperparameter"], at["best response"], at[name]
+                panel.plot(*on_surface, color=plots.BLUE, linewidth=1.2, linestyle=":", zorder=3)
+                self._draw_response(panel, at, marked, -0.8 * float(height.max()))
+                panel.set(xlabel="hyperparameter λ", ylabel="weight w", xlim=_LIMITS[0], ylim=_LIMITS[1])
+                panel.set_title(f"{name}, as height", fontsize=11, y=0.99)
+                panel.set_xticks(range(-3, 2))
+                panel.view_init(elev=28, azim=-58)
+            self._draw_objective(axes[0, 1], at, marked)
             for panel in axes[0]:
-                panel.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2, fontsize=9)
+                panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.03), fontsize=8)
+                panel.set_zticks([tick for tick in panel.get_zticks() if tick >= 0])
+
+    def _draw_response(self, panel: Any, at: dict[str, Any], marked: Row, floor: float) -> None:
+        """The best response in the plane of λ and w, with its Jacobian as a tangent."""
+        panel.set_zlim(bottom=floor)
+        plane, reach = np.full(self.points, floor), np.array([-0.9, 0.9])
+        label = "best response w*(λ), in the plane"
+        panel.plot(
+            at["hyperparameter"], at["best response"], plane, color=plots.BLUE, linewidth=2.2, label=label
+        )
+        tangent = marked["hyperparameter"] + reach, marked["best response"] + marked["Jacobian"] * reach
+        text = f"its slope: the Jacobian, {marked['Jacobian']:.3f}".replace("-", "−")
+        panel.plot(*tangent, [floor, floor], color="#6fb1d8", linewidth=3.2, zorder=4, label=text)
+        panel.scatter(
+            marked["hyperparameter"], marked["best response"], floor, color=plots.BLUE, s=25, zorder=5
+        )
+
+    def _draw_objective(self, panel: Any, at: dict[str, Any], marked: Row) -> None:
+        """The validation loss along the best response, over the axis of λ, with the hypergradient as a tangent."""
+        wall, reach = np.full(self.points, _LIMITS[1][1]), np.array([-1.1, 1.1])
+        label = "$L_V$(w*(λ), λ), over the axis of λ"
+        panel.plot(
+            at["hyperparameter"], wall, at["validation loss"], color=plots.RED, linewidth=2.2, label=label
+        )
+        tangent = (
+            marked["hyperparameter"] + reach,
+            marked["validation loss"] + marked["hypergradient"] * reach,
+        )
+        text = f"its slope: the hypergradient, {marked['hypergradient']:.3f}".replace("-", "−")
+        panel.plot(tangent[0], wall[:2], tangent[1], color="#e79a85", linewidth=3.2, zorder=4, label=text)
+        here = marked["hyperparameter"], _LIMITS[1][1], marked["validation loss"]
+        panel.scatter(*here, color=plots.RED, s=25, zorder=5)
 
 
 class _Scalar(nn.Module):
@@ -101,6 +122,7 @@ def _point(place: float) -> Row:
         "hypergradient": float(h.total["value"]),
         "direct": float(h.direct["value"]),
         "indirect": float(h.indirect["value"]),
+        "Jacobian": float(h.indirect["value"]) / (best - 0.6),  # the indirect part is ∂L_V/∂w times it
         "derivative": (best - 0.6) * -best * (1.0 - best) + 0.02 * place,
     }
 
@@ -113,3 +135,6 @@ def _train(w: Any, place: Any) -> Tensor:
 def _val(w: Any, place: Any) -> Tensor:
     loss: Tensor = 0.5 * (w - 0.6) ** 2 + 0.01 * place**2
     return loss
+
+
+_LOSSES = {"training loss": _train, "validation loss": _val}

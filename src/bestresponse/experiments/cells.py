@@ -15,7 +15,7 @@ from .experiment import Experiment
 from .runs import Row
 
 # The result comes first: if a kill interrupts the removal, the row is still run again.
-_STATE = ("row.json", "run.pt", "metrics.jsonl", "search.db", "images.safetensors")
+_STATE = ("row.json", "run.pt", "metrics.jsonl", "search.db", "best.json", "images.safetensors")
 # Options without effect on a row.
 _NO_EFFECT = ("preset", "seeds", "rows", "threads", "out", "data_dir", "save_every")
 

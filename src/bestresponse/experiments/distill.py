@@ -37,7 +37,7 @@ class Distill(Repeated):
 
     name = "distill"
     cpu = "--threads 0 --data mnist --steps 450 --pixel-rate 0.015"
-    paper = "--threads 0 --data mnist --steps 1000 --start noise --seeds 3"
+    paper = "--threads 0 --data mnist --start noise --closeness 0 --steps 1000"
     figures = ("distilled.png", "iterations.png")
     files = ("snapshots.safetensors", "distilled.safetensors", "distilled.json")
     by, of = ("training set",), ("test accuracy", "gradient norm")

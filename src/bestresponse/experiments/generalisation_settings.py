@@ -112,9 +112,7 @@ class Text(Network):
         return rates
 
     def _rates(self, many: bool) -> Regulariser:
-        rates = Regulariser(self.units, many)
-        rates.log_penalties = None  # which do not exist beside many rates
-        return rates
+        return Regulariser(self.units, many, penalties=False)
 
     def problem(self, model: nn.Module, hyper: nn.Module) -> br.Problem:
         model.rates = hyper

@@ -24,11 +24,13 @@ class InverseHessian(Repeated):
     """Invert the training Hessian of a one-hidden-layer network by Neumann series and exactly, and show the entries.
 
     The network is trained on a regression set with weight decay, until its gradient is small. The library's solvers
-    compute each inverse column by column. The figure shows tanh of the entries (the paper's figure 4).
+    compute each inverse column by column. The figure shows tanh of the entries, in units of the mean of each diagonal
+    (the paper's figure 4).
     """
 
     name = "inverse-hessian"
-    cpu = paper = "--threads 0 --data boston --seeds 3 --hidden 10"
+    cpu = "--threads 0 --data boston --seeds 3 --hidden 10"
+    paper = "--threads 0 --data boston --hidden 15"
     figures = ("inverse_hessian.png",)
     by = ("inverse", "weights")
     of = ("gradient norm", "cosine", "relative distance", "smallest eigenvalue", "largest eigenvalue")
@@ -89,13 +91,17 @@ class InverseHessian(Repeated):
         return {f"cosine, {row['inverse']}": row["cosine"] for row in table}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Tanh of the entries of all inverses on one colour scale, as in the paper's figure 4."""
+        """Tanh of the entries of each inverse, in units of its mean diagonal entry, as in the paper's figure 4."""
         shown = sorted((row for row in rows if "entries" in row), key=lambda row: row["inverse"] == "exact")
         size = (3.0 * len(shown) + 0.6, 3.3)
         with plots.panels(folder / self.figures[0], 1, len(shown), size) as axes:
             for panel, row in zip(axes[0], shown, strict=True):
-                picture = panel.imshow(np.tanh(np.asarray(row["entries"])), cmap="RdBu", vmin=-1, vmax=1)
-                panel.set_title(row["inverse"], fontsize=10)
+                entries = np.asarray(row["entries"])
+                unit = float(entries.diagonal().mean())
+                picture = panel.imshow(np.tanh(entries / unit), cmap="RdBu", vmin=-1, vmax=1)
+                panel.set_title(f"{row['inverse']}\nunit {unit:.2g}", fontsize=10)
                 panel.set_xlabel("weight")
             axes[0, 0].set_ylabel("weight")
-            axes[0, 0].figure.colorbar(picture, ax=axes[0].tolist(), label="tanh of the entry", shrink=0.8)
+            axes[0, 0].figure.colorbar(
+                picture, ax=axes[0].tolist(), label="tanh of the entry in this unit", shrink=0.8
+            )

@@ -23,22 +23,28 @@ class Regulariser(nn.Module):
 
     Args:
         units: units of the model's layers.
-        many: whether to have a rate for each unit and each hidden-to-hidden weight, and one for the words (1,691,951
-            rates with 650 units), instead of a rate for each place and the two penalties (7 hyperparameters).
+        many: whether to have a rate for each unit and each hidden-to-hidden weight, instead of one for each place.
+            The words have one rate in either case.
         initial: initial value of all rates.
+        layers: the number of layers that have rates of their own for hidden-to-hidden weights, with ``many``. 1 lets
+            all layers share them. With 650 units there are 1,691,951 rates then, and 3,381,951 for two layers.
+        penalties: whether the weights of the two activation penalties are hyperparameters too; otherwise the model has
+            no such penalties.
     """
 
-    def __init__(self, units: int, many: bool = False, initial: float = 0.5) -> None:
+    def __init__(
+        self, units: int, many: bool = False, initial: float = 0.5, layers: int = 1, penalties: bool = True
+    ) -> None:
         super().__init__()
         shape = (units,) if many else ()
         self.places = nn.ModuleDict(
             {name: ConcreteDropout(shape, initial, shared=(0,)) for name in ("input", "hidden", "output")}
         )
         self.words = ConcreteDropout((), initial, shared=(1,))
-        # All layers share these rates.
-        self.recurrent = DropConnect((4 * units, units) if many else (), initial)
-        penalties = {name: torch.tensor(0.0) for name in ("activation", "temporal")}
-        self.log_penalties = None if many else nn.ParameterDict(penalties)
+        weights = (4 * units, units) if many else ()
+        self.recurrent = nn.ModuleList(DropConnect(weights, initial) for _ in range(layers if many else 1))
+        both = {name: torch.tensor(0.0) for name in ("activation", "temporal")}
+        self.log_penalties = nn.ParameterDict(both) if penalties else None
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Search ranges of the penalties; the rates declare their own."""
@@ -125,7 +131,8 @@ class LanguageModel(nn.Module):
         x = self.rates.places["input"](F.embedding(words, self.rates.words(self.embedding)))
         last: State = []
         for number, layer in enumerate(self.layers):
-            outputs, kept = layer(x, state[number], self.rates.recurrent(layer.weight_hh))
+            recurrent = self.rates.recurrent[number % len(self.rates.recurrent)]
+            outputs, kept = layer(x, state[number], recurrent(layer.weight_hh))
             last.append(kept)
             place = "output" if number == len(self.layers) - 1 else "hidden"
             x = self.rates.places[place](outputs)

@@ -1,4 +1,4 @@
-"""Dropout rates of an LSTM, tuned by seven methods at equal cost; and an overfitted validation text: section 5.5."""
+"""Dropout rates of an LSTM, tuned in seven ways for equally many epochs; and an overfitted text: section 5.5."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,25 +27,25 @@ RowName = Literal[
     "many rates",
 ]
 _COLOURS = plots.colours(get_args(RowName))
-_SAMPLERS = {"grid search": "grid", "random search": "random", "Bayesian optimisation": "tpe"}
+_SAMPLERS = {"grid search": "grid", "random search": "random", "Bayesian optimisation": "gp"}
 # Bayesian optimisation starts with random trials, which should differ from those of random search.
-_SEED_OFFSETS = {"random": 0, "tpe": 1_000_000}
+_SEED_OFFSETS = {"random": 0, "gp": 1_000_000}
 
 
 class LSTM(Repeated):
-    """Tune the dropout rates of an LSTM language model in seven ways at equal cost, or overfit its validation text.
+    """Tune the dropout rates of an LSTM language model in seven ways, or overfit its validation text.
 
-    All rows have the same budget of training gradients: a hyper-step costs --hyper-cost of them, a step of the
-    self-tuning network --response-cost, and a search divides its budget among its trials. If a run is stopped, the same
-    command continues it and ends with the same numbers. With --overfit there is one run instead: it trains on ten
-    sequences, and tunes a weight decay for each weight on ten others.
+    Every row trains for the same number of epochs, and each trial of a search too; the best trial is the row of the
+    search. The column of seconds shows what each row costs. If a run is stopped, the same command continues it and ends
+    with the same numbers. With --overfit there is one run instead: it trains on ten sequences, and tunes a weight decay
+    for each weight on ten others.
     """
 
     name = "lstm"
-    cpu = "--data ptb --words 2000 --train-words 100000 --units 100 --length 35 --budget 4000 --trials 4"
+    cpu = "--data ptb --words 2000 --train-words 100000 --units 100 --length 35 --steps 1500 --trials 12"
     paper = (
-        "--data ptb --words 0 --train-words 0 --units 650 --batch 40 --length 70 --budget 100000 --weight-rate 30 "
-        "--hyper-rate 1e-3 --weight-steps 1 --trials 50"
+        "--data ptb --words 0 --train-words 0 --units 650 --batch 40 --length 70 --steps 100000 --weight-rate 30 "
+        "--hyper-rate 1e-3 --weight-steps 1 --terms 3 --trials 12"
     )
     labels = ("data", "kind")
     figures = ("lstm.png",)
@@ -59,7 +59,7 @@ class LSTM(Repeated):
     units: Count = 32  # Units of each of the two layers, and size of the embeddings.
     batch: Count = 20  # Parallel sequences in a batch.
     length: Count = 20  # Words in a sequence.
-    budget: Count = 600  # The budget of each row, in training gradients.
+    steps: Count = 300  # Weight steps of each row, and of each trial of a search.
     rows: tuple[RowName, ...] = get_args(RowName)  # The rows of the table.
     weight_steps: Count = 10  # Weight steps before each hyper-step.
     weight_rate: Positive = 20.0
@@ -69,14 +69,13 @@ class LSTM(Repeated):
     """Adam's learning rate for the logits of the rates and the logarithms of the penalties."""
     terms: Number = 0  # Neumann terms of the hypergradient; 0 is the identity (T1 − T2).
     initial_rate: float = 0.5  # The initial value of all dropout rates.
-    trials: Count = 16  # Trials of a search; they and a final training share the budget equally.
-    hyper_cost: Positive = 4.0  # The cost of a hyper-step, in training gradients.
-    response_cost: Positive = 1.4  # The cost of a step of the self-tuning network, in training gradients.
+    trials: Count = 4
+    """Trials of a search; a grid over two values takes the largest square below. The first ten trials of the Gaussian
+    process are random."""
     save_every: Count = 20  # Hyper-steps between two saved states.
     overfit: bool = False
-    """Overfit the validation text instead, on ten training and ten validation sequences of --length words, with
-    --budget weight steps and --weight-steps of them before each hyper-step. Of the other options, only --units, --seed
-    and --save-every apply."""
+    """Overfit the validation text instead, on ten training and ten validation sequences of --length words. Of the other
+    options, only --units, --steps, --weight-steps, --seed and --save-every apply."""
 
     @property
     def kind(self) -> str:
@@ -90,13 +89,12 @@ class LSTM(Repeated):
         for seed in self.all_seeds():
             for name in ["overfit"] if self.overfit else self.rows:
                 no_effect = [] if name in _SAMPLERS else ["trials"]
-                no_effect += [] if name == "self-tuning network" else ["response_cost"]
                 cells.append(Cell(self, name, seed, folder, make, no_effect))
         return cells
 
     def _problem(self, corpus: Corpus, seed: int, many: bool = False) -> br.Problem:
         torch.manual_seed(seed)
-        rates = Regulariser(self.units, many, self.initial_rate)
+        rates = Regulariser(self.units, many, self.initial_rate, layers=2)
         model = LanguageModel(len(corpus.words), self.units, self.batch, rates=rates).to(corpus.train.device)
         return br.Problem(model, model.rates, language.train_loss, language.val_loss)
 
@@ -106,14 +104,12 @@ class LSTM(Repeated):
             return self._search(corpus, cell, _SAMPLERS[cell.name])
         problem = self._problem(corpus, cell.seed, many=cell.name == "many rates")
         if cell.name == "no tuning":
-            return self._train(corpus, cell, problem, br.Direct(), self.budget, 0.0)
+            return self._train(corpus, cell, problem, br.Direct(), 0.0)
         if cell.name == "self-tuning network":
             network = br.hypernetworks.SelfTuning(problem, 0.3)
-            steps = int(self.budget / (self.response_cost + 1.0 / self.weight_steps))
-            return self._train(corpus, cell, network.problem, br.Direct(), steps, self.hyper_rate, network)
+            return self._train(corpus, cell, network.problem, br.Direct(), self.hyper_rate, network)
         method = br.Implicit(br.Neumann(self.terms, 0.1) if self.terms else br.Identity())
-        share = self.weight_steps / (self.weight_steps + self.hyper_cost)
-        return self._train(corpus, cell, problem, method, int(self.budget * share), self.hyper_rate)
+        return self._train(corpus, cell, problem, method, self.hyper_rate)
 
     def _train(
         self,
@@ -121,18 +117,19 @@ class LSTM(Repeated):
         cell: Cell,
         problem: br.Problem,
         method: br.Method,
-        steps: int,
         hyper_rate: float,
         network: br.hypernetworks.SelfTuning | None = None,
     ) -> Row:
-        """Train for ``steps`` weight steps; return the row with the best validation perplexity."""
+        """Train for all steps; return the row with the best validation perplexity."""
         streams = (corpus.train, corpus.val, corpus.test)
         train, val, test = (text.sequences(stream, self.batch, self.length) for stream in streams)
         source = problem if network is None else network.source
         model, frozen = source.model, hyper_rate == 0.0
         assert isinstance(model, LanguageModel)
         # Without tuning, a hyper-step changes nothing and comes once per epoch.
-        weight_steps = max(1, steps // max(1, round(steps / len(train)))) if frozen else self.weight_steps
+        weight_steps = (
+            max(1, self.steps // max(1, round(self.steps / len(train)))) if frozen else self.weight_steps
+        )
 
         def measure(*_: Any) -> dict[str, float]:
             if network is not None:
@@ -150,7 +147,7 @@ class LSTM(Repeated):
             seed=cell.seed,
             callbacks=[br.callbacks.Evaluate(measure, max(1, len(train) // weight_steps)), Falling()],
         )
-        cell.fit(tuner, train, val, max(1, steps // weight_steps), 1 if frozen else self.save_every)
+        cell.fit(tuner, train, val, max(1, self.steps // weight_steps), 1 if frozen else self.save_every)
         rows = [row for row in tuner.history if "val_perplexity" in row]
         best = min(rows, key=lambda row: row["val_perplexity"])
         tuned = sum(p.numel() for p in source.hyperparameters.values())
@@ -162,30 +159,25 @@ class LSTM(Repeated):
         }
 
     def _search(self, corpus: Corpus, cell: Cell, sampler: str) -> Row:
-        """Run trials that share the budget, and a final training under the best values."""
-        steps = max(1, self.budget // (self.trials + 1))
-        make = partial(self._problem, corpus, cell.seed)
-
-        def trained(problem: br.Problem) -> Row:
-            (cell.folder / "run.pt").unlink(missing_ok=True)
-            return self._train(corpus, cell, problem, br.Direct(), steps, 0.0)
+        """Run trials, and return the row of the best one, which a file keeps."""
+        make, best = partial(self._problem, corpus, cell.seed), cell.folder / "best.json"
 
         def objective(problem: br.Problem) -> float:
-            return math.log(float(trained(problem)["validation perplexity"]))
+            (cell.folder / "run.pt").unlink(missing_ok=True)
+            row, before = self._train(corpus, cell, problem, br.Direct(), 0.0), runs.read_json(best)
+            if before is None or row["validation perplexity"] < before["validation perplexity"]:
+                runs.write_whole(best, row)
+            return math.log(float(row["validation perplexity"]))
 
         storage = cell.folder / "search.db"
         more: dict[str, Any] = {"sampler": sampler, "trials": self.trials, "storage": storage}
         if sampler == "grid":  # a grid over seven hyperparameters would take at least 128 trials
             space = {"logit": (-4.0, 1.0), "log_penalty": (-5.0, 1.0)}
             found = br.search(lambda x: objective(_with_one_rate(make(), x)), space, seed=cell.seed, **more)
-            problem = _with_one_rate(make(), found.values)
         else:
             found = br.search(objective, problem=make, seed=cell.seed + _SEED_OFFSETS[sampler], **more)
-            problem = make()
-            found.write_(problem)
-        row = trained(problem)
-        seconds = found.trials[-1]["seconds"] + row["seconds"]
-        return {**row, "hyperparameters": len(found.values), "seconds": seconds}
+        seconds = found.trials[-1]["seconds"]
+        return {**runs.read_json(best), "hyperparameters": len(found.values), "seconds": seconds}
 
     def _overfit(self, corpus: Corpus, cell: Cell) -> Row:
         """Tune a weight decay for each weight, without dropout, on ten sequences for training and for validation."""
@@ -203,7 +195,7 @@ class LSTM(Repeated):
         curvature = br.GaussNewton(lambda m, _, b: m(b[0])[0], output_loss, decay)
         weight_optimizer = torch.optim.Adam(problem.weights.values(), 3e-3)
         hyper_optimizer = torch.optim.RMSprop(decay.parameters(), 0.05)
-        steps = self.budget // self.weight_steps
+        steps = self.steps // self.weight_steps
         # With constant learning rates, both losses would keep jumping until the end.
         tuner = br.Tuner(
             problem,

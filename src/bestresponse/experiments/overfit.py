@@ -43,7 +43,10 @@ class Overfit(Experiment):
 
     name = "overfit"
     cpu = "--threads 0 --data mnist --steps 1500"
-    paper = "--threads 0 --data cifar10 --model alexnet --steps 20000 --save-every 500"
+    paper = (
+        "--threads 0 --data cifar10 --model alexnet --method neumann --terms 3 --scale 1e-4 --steps 20000 "
+        "--save-every 500"
+    )
     labels = ("data", "model")
     figures = ("errors.png",)
     writes_history = True
@@ -64,6 +67,7 @@ class Overfit(Experiment):
     weight_steps: Count = 1  # Weight steps before each hyper-step.
     train_size: Count = 50  # Training examples, all in one batch.
     val_size: Count = 50  # Validation examples, all in one batch.
+    test_size: Number = 0  # Test examples, for the figure and for the table; 0 means all.
     weight_rate: Positive = 1e-4  # Adam's learning rate for the weights.
     hyper_rate: Positive = 1e-2  # RMSprop's learning rate for the logarithms of the decays.
     initial_log_decay: LogDecay = -8.0  # The natural logarithm of each decay at the start.
@@ -79,7 +83,9 @@ class Overfit(Experiment):
         METHODS[self.method](self.terms, self.scale, br.hyperparameters.WeightDecay(nn.Linear(1, 1)))
         images = data.load(self.data, self.data_dir)
         drawn = images.draw(self.train_size, self.val_size, seed=self.seed)
-        batches = [(x.to(device), y.to(device)) for x, y in (*drawn, (images.x_test, images.y_test))]
+        size = self.test_size or None
+        test = images.x_test[:size], images.y_test[:size]
+        batches = [(x.to(device), y.to(device)) for x, y in (*drawn, test)]
         make = partial(self._problem, images.shape, images.classes, device)
         make()  # raises if the network does not fit the images
         return [partial(self._tune, make, batches, folder)]
@@ -125,8 +131,7 @@ class Overfit(Experiment):
     def _tuner(self, problem: br.Problem, pace: cost.Pace, batches: list[Batch], folder: Path) -> br.Tuner:
         """The tuner with its callbacks, in the saved state with --resume."""
         train, val, test = batches
-        # A thousand test images are enough for a curve.
-        shown = {"train_error": train, "val_error": val, "test_error": (test[0][:1000], test[1][:1000])}
+        shown = {"train_error": train, "val_error": val, "test_error": test}
         tuner = br.Tuner(
             problem,
             torch.optim.Adam(problem.weights.values(), self.weight_rate),
@@ -136,7 +141,7 @@ class Overfit(Experiment):
             seed=self.seed,
             callbacks=[
                 pace,
-                br.callbacks.Evaluate(lambda model, _: _errors(model, shown), max(1, self.steps // 50)),
+                br.callbacks.Evaluate(lambda model, _: _errors(model, shown), max(1, self.steps // 25)),
                 br.callbacks.JSONLines(folder / "metrics.jsonl"),
                 br.callbacks.Progress(),
                 pace.begin,

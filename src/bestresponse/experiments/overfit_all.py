@@ -11,7 +11,7 @@ import torch
 from .. import _layout
 from . import cost, data, experiment, plots, runs
 from .cells import Cell
-from .experiment import Count, LogDecay, Positive, Repeated, Row, Tasks
+from .experiment import Count, LogDecay, Number, Positive, Repeated, Row, Tasks
 from .overfit import Overfit, draw_errors
 
 
@@ -25,8 +25,8 @@ class OverfitAll(Repeated):
     name = "overfit-all"
     cpu = "--threads 0 --data mnist cifar10 --model linear mlp lenet --steps 80 --weight-rate 3e-4"
     paper = (
-        "--threads 0 --data mnist cifar10 --model linear mlp lenet alexnet resnet44 --steps 20000 --weight-steps 1 "
-        "--weight-rate 1e-4 --hyper-rate 1e-2 --initial-log-decay -8"
+        "--threads 0 --data mnist cifar10 --model linear mlp lenet alexnet resnet44 --method neumann --terms 3 "
+        "--scale 1e-4 --steps 20000 --weight-steps 1 --weight-rate 1e-4 --hyper-rate 1e-2 --initial-log-decay -8"
     )
     labels = ()
     figures = ("errors.png",)
@@ -37,11 +37,15 @@ class OverfitAll(Repeated):
     """The data sets, one per row of the figure."""
     model: tuple[Literal["linear", "mlp", "lenet", "alexnet", "resnet44"], ...] = ("linear", "mlp")
     """The networks, one per column of the figure."""
+    method: Literal["implicit", "neumann"] = "implicit"  # The recommended method, or the paper's.
+    terms: Count = 20  # The number of Neumann terms.
+    scale: Positive = 0.1  # The step α of neumann.
     steps: Count = 150  # Hyper-steps of each run.
     weight_steps: Count = 10  # Weight steps before each hyper-step.
     weight_rate: Positive = 1e-3  # Adam's learning rate for the weights.
     hyper_rate: Positive = 0.1  # RMSprop's learning rate for the logarithms of the decays.
     initial_log_decay: LogDecay = -6.0  # The natural logarithm of each decay at the start.
+    test_size: Number = 0  # Test examples, for the figure and for the table; 0 means all.
 
     def tasks(self, device: torch.device, folder: Path) -> Tasks:
         names = {field.name for field in fields(Overfit)} & {field.name for field in fields(self)}

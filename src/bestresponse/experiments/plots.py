@@ -17,12 +17,12 @@ from matplotlib.axes import Axes
 plt.rcParams.update({"legend.frameon": False, "legend.handlelength": 3.5})
 
 BLUE, RED, GREEN, ORANGE, PURPLE, GREY = "#2a6f97", "#c1442e", "#4c8c4a", "#d98c21", "#7a5195", "#4d4d4d"
-_SEVEN = (GREY, "#b8b8b8", ORANGE, GREEN, PURPLE, BLUE, RED)
+_EIGHT = (GREY, "#b8b8b8", ORANGE, GREEN, PURPLE, BLUE, RED, "#8c6d46")
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each of at most seven names."""
-    return dict(zip(names, _SEVEN, strict=False))
+    """A colour for each of at most eight names."""
+    return dict(zip(names, _EIGHT, strict=False))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
@@ -19,7 +20,17 @@ from .experiment import Count, Experiment, Row, Tasks
 from .minimise import flat_gradient, minimise
 
 _SCALED = 4
-_MATRICES = 6
+_BLACK, _MAGENTA, _NEGATIVE = "#000000", "#b5178d", "#c8a878"
+# The matrices in the order of their rows, with the colours of the paper; the others are black there.
+_COLOURS = {
+    "dL_V/dλ": plots.RED,
+    "∂L_V/∂λ": plots.GREEN,
+    "∂L_V/∂w": _BLACK,
+    "(∂²L_T/∂w∂wᵀ)⁻¹": _MAGENTA,
+    "∂²L_T/∂w∂λᵀ": _BLACK,
+    "v = ∂L_V/∂w (∂²L_T/∂w∂wᵀ)⁻¹": plots.ORANGE,
+    "∂w*/∂λ": plots.BLUE,
+}
 _DIFFERENCE = "largest difference from the library"
 
 
@@ -59,12 +70,13 @@ class Shapes(Experiment):
         inverse = torch.linalg.inv(hessian)
         total = by_tuned - by_weights @ inverse @ mixed
         library = _tree.flatten(br.hypergradient(problem, train, val, br.Implicit(br.Exact())).total)
-        yield _row("dL_V/dλ", total) | {_DIFFERENCE: float((total - library).abs().max())}
-        yield _row("∂L_V/∂λ", by_tuned)
-        yield _row("∂L_V/∂w", by_weights)
-        yield _row("(∂²L_T/∂w∂wᵀ)⁻¹", inverse)
-        yield _row("∂²L_T/∂w∂λᵀ", mixed)
-        yield _row("v = ∂L_V/∂w (∂²L_T/∂w∂wᵀ)⁻¹", by_weights @ inverse)
+        matrices = total, by_tuned, by_weights, inverse, mixed, by_weights @ inverse, -inverse @ mixed
+        for number, (name, matrix) in enumerate(zip(_COLOURS, matrices, strict=True)):
+            more = {} if number else {_DIFFERENCE: float((total - library).abs().max())}
+            yield {
+                "matrix": name,
+                "entries": [[round(v, 6) for v in line] for line in matrix.tolist()],
+            } | more
 
     def table(self, rows: list[Row]) -> list[Row]:
         shapes = [f"{len(row['entries'])} × {len(row['entries'][0])}" for row in rows]
@@ -74,13 +86,19 @@ class Shapes(Experiment):
         return {_DIFFERENCE: rows[0][_DIFFERENCE]}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """The equation in two lines, with each matrix as a picture that has a cell for each entry."""
+        """The equation in three lines, with each matrix as a picture that has a cell for each entry."""
         entries = {row["matrix"]: np.array(row["entries"]) for row in rows}
-        if len(entries) < _MATRICES:
-            raise ArgumentError(f"{folder} must hold {_MATRICES} matrices; got {len(entries)}. Run it again.")
-        total, direct, gradient, inverse, mixed, product = entries
-        lines = [[total, "=", direct, "−", gradient, inverse, mixed], ["", "=", direct, "−", product, mixed]]
-        with plots.panels(folder / self.figures[0], size=(10.0, 5.2)) as axes:
+        if entries.keys() != _COLOURS.keys():
+            raise ArgumentError(
+                f"{folder} must hold {len(_COLOURS)} matrices; got {len(entries)}. Run it again."
+            )
+        total, direct, gradient, inverse, mixed, product, response = entries
+        lines = [
+            [total, "=", direct, "+", gradient, response],
+            ["", "=", direct, "−", gradient, inverse, mixed],
+            ["", "=", direct, "−", product, mixed],
+        ]
+        with plots.panels(folder / self.figures[0], size=(10.0, 8.0)) as axes:
             panel = axes[0, 0]
             panel.axis("off")
             panel.set_aspect("equal")
@@ -98,20 +116,23 @@ class Shapes(Experiment):
             panel.set(xlim=(-1.0, 47.0), ylim=(top + 2.5, 2.5))
 
 
-def _row(name: str, matrix: Tensor) -> Row:
-    return {"matrix": name, "entries": [[round(v, 6) for v in line] for line in matrix.tolist()]}
-
-
 def _place(panel: Any, matrix: Any, name: str, left: float, top: float, tall: int) -> float:
-    """Draw a matrix with cells of one unit, centred in a line of ``tall`` units; return the left edge of the next."""
+    """Draw a matrix with cells of one unit, centred in a line of ``tall`` units; return the left edge of the next.
+
+    Positive entries have the matrix's colour, and negative ones are brown.
+    """
     down, across = map(int, matrix.shape)
     upper, middle = top - (tall - down) / 2, left + across / 2
     shown = np.tanh(matrix / (np.abs(matrix).mean() + 1e-12))
     box = (left, left + across, upper - down, upper)
-    panel.imshow(shown, cmap="RdBu", vmin=-1, vmax=1, extent=box, aspect="equal", interpolation="nearest")
-    panel.add_patch(Rectangle((left, upper - down), across, down, fill=False, linewidth=0.8))
+    colour = _COLOURS[name]
+    colours = LinearSegmentedColormap.from_list(name, [_NEGATIVE, "white", colour])
+    panel.imshow(shown, cmap=colours, vmin=-1, vmax=1, extent=box, aspect="equal", interpolation="nearest")
+    panel.add_patch(
+        Rectangle((left, upper - down), across, down, fill=False, linewidth=1.4, edgecolor=colour)
+    )
     title = name.replace("L_V", "$L_V$").replace("L_T", "$L_T$")
-    panel.text(middle, upper + 0.4, title, ha="center", va="bottom", fontsize=9)
+    panel.text(middle, upper + 0.4, title, ha="center", va="bottom", fontsize=9, color=colour)
     panel.text(middle, upper - down - 0.3, f"{down} × {across}", ha="center", va="top", fontsize=8)
     return left + across + 1.5
 

@@ -35,7 +35,7 @@ class Split(Repeated):
 
     name = "split"
     cpu = f"--threads 0 --data mnist --examples 500 --seeds 5 {_NINE}"
-    paper = f"--threads 0 --data mnist --examples 1000 --seeds 10 --steps 300 {_NINE}"
+    paper = f"--threads 0 --data mnist --examples 60000 --steps 300 {_NINE}"
     figures = ("split.png",)
     by, of = ("per", "share"), ("accuracy", "retrained accuracy", "validation accuracy")
     counted = True

@@ -20,6 +20,8 @@ class DistilledData(nn.Module):
         labels: their classes, int64 [N].
         classes: the number of classes, for soft labels; None keeps hard labels.
         confidence: the initial probability of an example's own class in soft labels.
+        bounds: the lowest and the highest input, which `project_` restores after a step: numbers, or tensors that
+            broadcast against an example, such as [C, 1, 1]. None leaves the inputs free.
 
     Attributes:
         inputs: the parameter, [N, ...].
@@ -27,17 +29,24 @@ class DistilledData(nn.Module):
         labels: as given.
 
     Raises:
-        ArgumentError: the shapes do not fit, a label is not below ``classes``, or ``confidence`` is not between
-            1/classes and 1.
+        ArgumentError: the shapes do not fit, a label is not below ``classes``, ``confidence`` is not between
+            1/classes and 1, or an initial input is outside the bounds.
 
     Reference: the paper's section 5.3; Wang, Zhu, Torralba and Efros (2018); soft labels, Bohdal, Yang and
     Hospedales (2020).
     """
 
     labels: Tensor
+    low: Tensor | None
+    high: Tensor | None
 
     def __init__(
-        self, inputs: Tensor, labels: Tensor, classes: int | None = None, confidence: float = 0.9
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        classes: int | None = None,
+        confidence: float = 0.9,
+        bounds: tuple[float | Tensor, float | Tensor] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
@@ -57,6 +66,14 @@ class DistilledData(nn.Module):
             )
         self.inputs = nn.Parameter(inputs.detach().clone())
         self.register_buffer("labels", labels.detach().clone())
+        limits = (torch.as_tensor(bound).to(inputs) for bound in bounds) if bounds else (None, None)
+        for name, limit in zip(("low", "high"), limits, strict=True):
+            self.register_buffer(name, limit, persistent=False)
+        if bounds and not torch.equal(self.inputs, self._clamped()):
+            raise ArgumentError(
+                "DistilledData.inputs must be within the bounds; got inputs from "
+                f"{float(inputs.min()):.4g} to {float(inputs.max()):.4g}. Clamp them, or widen the bounds."
+            )
         self.label_logits: nn.Parameter | None = None
         if classes is None:
             return
@@ -76,6 +93,15 @@ class DistilledData(nn.Module):
         """The inputs [N, ...], and the targets: int64 [N], or probabilities [N, classes]."""
         targets = self.labels if self.label_logits is None else self.label_logits.softmax(dim=1)
         return self.inputs, targets
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Restore the bounds of the inputs; call it after each step of the inputs (`Tuner` does)."""
+        if self.low is not None:
+            self.inputs.copy_(self._clamped())
+
+    def _clamped(self) -> Tensor:
+        return self.inputs.detach().clamp(self.low, self.high)
 
     def extra_repr(self) -> str:
         kind = "hard" if self.label_logits is None else "soft"
