@@ -59,6 +59,7 @@ def hypergradient(make, method, padded, checkpointed):
     return torch.cat([t.flatten() for t in result.total.values()]), result
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["whole", "checkpointed"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("make", [gpt2, llama])
