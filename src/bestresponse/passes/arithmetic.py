@@ -10,7 +10,7 @@ from . import graph
 
 _LOW = 1e-4
 # Products that torch may compute in less than float32, and the setting that decides it.
-_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "ScaledDot", "Compiled")
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "ScaledDot", "Attention", "Compiled")
 _CONVOLUTIONS = ("Convolution", "CudnnConvolution")
 _SETTINGS = {"tf32": ("TensorFloat-32", 2.0**-10), "bf16": ("bfloat16", 2.0**-7)}
 

@@ -18,6 +18,8 @@ from torch.utils._device import DeviceContext
 from .attention import attend
 from .batch_norm import batch_norm, instance_norm, native_batch_norm, torch_batch_norm, torch_instance_norm
 from .convolution import convolution, convolve
+from .cross_entropy import cross_entropy
+from .gelu import gelu
 from .layer_norm import layer_norm, native_layer_norm
 from .recurrent import gru_step, lstm_step, recurrent, rnn_step
 from .tensors import computes_as_tensor
@@ -190,4 +192,6 @@ _TWICE |= {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
     F.scaled_dot_product_attention: attend,
+    F.cross_entropy: cross_entropy,
+    F.gelu: gelu,
 }

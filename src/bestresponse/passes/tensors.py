@@ -99,3 +99,13 @@ def unseen(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, saved, *gradients)
 
     return quiet
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that runs now goes on to a node; a leaf, which has no backward of its own, counts."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch does not tell for a leaf that is asked for
+        return True
