@@ -18,6 +18,8 @@ from ..passes.substitution import Loss, Losses, places
 # A model, the module of hyperparameters, and a batch: the arguments of a loss.
 Fold = tuple[nn.Module, nn.Module, Any]
 
+# Forms that save less than batching does.
+_SMALL_FORMS = ("cross_entropy", "gelu")
 # By how much the values of losses that are computed batched and in turn may differ, in units of the precision.
 _ROUNDING = 1e4
 
@@ -133,5 +135,6 @@ def _keeps_tensors_of_vmap(root: nn.Module) -> bool:
 
 
 def _is_form(node: Any) -> bool:
-    """Whether a node of the graph belongs to a form of this library."""
-    return getattr(getattr(node, "_forward_cls", None), "__module__", "").startswith(random_state.__package__)
+    """Whether a node of the graph belongs to a form of this library that matters for the time."""
+    module = getattr(getattr(node, "_forward_cls", None), "__module__", "")
+    return module.startswith(random_state.__package__) and not module.endswith(_SMALL_FORMS)
