@@ -246,6 +246,7 @@ def test_plain_steps_take_turns_with_the_run():
     assert pace.ratio() > 1
 
 
+@pytest.mark.slow
 def test_time_is_cpu_time_and_without_other_callbacks():
     pace = tuned(every=4, waits=0.1, busy_for=0.1)
     assert min(pace.plain) < 0.1  # the sleep is no CPU time

@@ -101,7 +101,13 @@ def test_every_experiment_but_the_tested_elsewhere_is_here():
     assert SMALL.keys() | {"overfit"} == catalogue.EXPERIMENTS.keys()
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("methods", "augment") else name
+        for name in SMALL
+    ],
+)
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(name, finished, copy_of):
     shown, out = finished(name)[1], copy_of(name)
@@ -236,7 +242,12 @@ def numbers_of(folder):
     [
         ("lstm", ("--rows", "7 rates", "self-tuning network"), True),
         ("lstm", ("--overfit",), False),
-        ("augment", ("--rows", "3 unrolled", "Gauss-Newton", "--learn", "both", "--beside"), True),
+        pytest.param(
+            "augment",
+            ("--rows", "3 unrolled", "Gauss-Newton", "--learn", "both", "--beside"),
+            True,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["lstm", "overfit", "augment"],
 )
@@ -346,7 +357,7 @@ def test_a_killed_run_is_drawn_as_far_as_it_came(name, kept, copy_of):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SMALL if name not in ("overfit-all", "distill", "methods")]
+    "name", [name for name in SMALL if name not in ("overfit-all", "distill", "methods", "augment")]
 )
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_a_run_without_rows_is_not_drawn(name, copy_of, capsys):
@@ -439,8 +450,8 @@ def test_distilled_digits_teach_a_new_classifier_from_their_files(tmp_path):
     [
         ("--soft-labels",),
         ("--learned-rate", "--inner-steps", 5),
-        ("--learned-rate", "--soft-labels", "--per-class", 2),
-        ("--per-class", 3, "--start", "noise", "--validation", 300),
+        pytest.param(("--learned-rate", "--soft-labels", "--per-class", 2), marks=pytest.mark.slow),
+        pytest.param(("--per-class", 3, "--start", "noise", "--validation", 300), marks=pytest.mark.slow),
         ("--smoothness", 0.1, "--closeness", 0.1),
     ],
     ids=["soft", "rate", "both", "several", "penalties"],

@@ -589,6 +589,7 @@ def test_a_grid_that_was_killed_is_completed_at_once(killed, tmp_path):
     assert (states.count("FAIL"), states.count("RUNNING")) == (0, 1)  # Optuna still waits for a sign of life
 
 
+@pytest.mark.slow
 def test_processes_share_the_trials_of_one_study(tmp_path, monkeypatch, capsys):
     process = begin(tmp_path, 2, 16, 0)
     monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path), "2", "16", "0"])
@@ -668,7 +669,7 @@ def test_connections_are_closed(tmp_path):
     assert place.resolve() not in held
 
 
-# --- The name: a function, and the module that it is in.
+# --- The names that are a function and a module.
 
 
 IMPORTS = [
@@ -677,11 +678,13 @@ IMPORTS = [
     "from bestresponse.search import SearchResult",
     "import importlib; importlib.import_module('bestresponse.search')",
     "import importlib, sys, bestresponse; importlib.reload(sys.modules['bestresponse.search'])",
+    "import bestresponse.influence",
+    "from bestresponse.influence import Influence",
     "import bestresponse.experiments.lstm",
 ]
 
 
-def test_the_function_has_its_name_whatever_is_imported():
+def test_the_functions_have_their_names_whatever_is_imported():
     program = f"""
 import sys
 
@@ -692,7 +695,7 @@ for imports in {IMPORTS!r}:
     import bestresponse as br
     exec(imports, {{}})
     assert "optuna" not in sys.modules, "it must be imported where it is used"
-    print(br.search.__name__, callable(br.search))
+    print(br.search.__name__, callable(br.search), br.influence.__name__, callable(br.influence))
 """
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert shown.stdout == "search True\n" * len(IMPORTS)
+    assert shown.stdout == "search True influence True\n" * len(IMPORTS)
