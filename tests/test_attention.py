@@ -1,5 +1,7 @@
 """Attention in blocks: equal to torch's math backend to three orders, and its matrix never kept whole."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -420,3 +422,21 @@ def test_memory_is_linear_in_the_length():
     short, long = peak(512), peak(2048)
     assert long < 4 * 2048 * 2048 / 4
     assert long < 4.5 * short
+
+
+@pytest.mark.parametrize("length", [64, 160])
+def test_the_outputs_may_be_changed_in_place(length):
+    """As torch's own outputs may."""
+    found = []
+    for forms in (second_derivatives, nullcontext):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, length, 4, requires_grad=True) for _ in range(3))
+        with sdpa_kernel(SDPBackend.MATH), forms():
+            outputs = F.scaled_dot_product_attention(q, k, v)
+            outputs += 1.0
+            moved = outputs.transpose(1, 2)
+            moved.mul_(2.0)
+            (slope,) = torch.autograd.grad(outputs.square().sum(), q, create_graph=True)
+            found.append(torch.autograd.grad(slope.square().sum(), (q, k, v)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

@@ -203,11 +203,46 @@ def test_it_verifies_and_leaves_no_trace(verifying):
     assert all(torch.equal(x, before[n]) and x.grad is None for n, x in data.problem.live().items())
 
 
-def test_failed_solves_warn(data):
-    with pytest.warns(br.BestResponseWarning, match="1 of 1 solves of influence failed"):
-        br.influence(
-            data.problem, data.batches, data.queries[:1], br.Implicit(br.Neumann(terms=50, scale=1e3))
-        )
+def test_failed_solves_warn_in_each_call(data):
+    method = br.Implicit(br.Neumann(terms=50, scale=1e3))
+    for _ in range(2):
+        with pytest.warns(br.BestResponseWarning, match="1 of 1 solves of influence failed"):
+            br.influence(data.problem, data.batches, data.queries[:1], method)
+
+
+def test_a_part_of_the_examples_and_the_size_of_all(data):
+    """The scores of some batches are those of the same rows among all; a warning names what was not scored."""
+    every = br.Batches(data.batches, [len(batch[0]) for batch in data.batches])
+    expected = br.influence(data.problem, data.batches, data.queries, EXACT).scores["table"]
+    with pytest.warns(
+        br.BestResponseWarning, match="14 of the 30 entries of 'table' are in no training batch"
+    ):
+        found = br.influence(
+            data.problem, data.batches[1:2], data.queries, EXACT, solve_on=every, size=N
+        ).scores["table"]
+    rows = data.batches[1][0]
+    torch.testing.assert_close(found[:, rows], expected[:, rows], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("used", ["detached", "not at all"])
+def test_a_table_that_does_not_reach_the_training_loss(data, used):
+    def loss(model, weights, batch):
+        each = F.cross_entropy(model(batch[1]), batch[2], reduction="none")
+        return ((weights(batch[0]).detach() if used == "detached" else 1.0) * each).mean() + penalty(model)
+
+    problem = br.Problem(data.model, data.weights, loss, val_loss)
+    with pytest.raises(br.Error, match=r"\['table'\] reach neither"):
+        br.influence(problem, data.batches, data.queries, EXACT)
+
+
+def test_a_table_that_does_not_move_the_weights(data):
+    def loss(model, weights, batch):
+        return F.cross_entropy(model(batch[1]), batch[2]) + penalty(model) + weights(batch[0]).sum()
+
+    problem = br.Problem(data.model, data.weights, loss, val_loss)
+    with pytest.warns(br.BestResponseWarning, match="reach train_loss, but not its gradient"):
+        found = br.influence(problem, data.batches, data.queries, EXACT)
+    assert not found.scores["table"].any()
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,33 @@ def test_steps_move_the_rows_of_the_batch_only(shrinkage):
     assert bool((hyper.table >= 0.0).all())
 
 
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda p: torch.optim.Adam(p, 0.1), "got Adam"),
+        (lambda p: torch.optim.RMSprop(p, 0.1), "got RMSprop"),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "got SGD with momentum"),
+        (lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1), "got SGD with weight_decay"),
+    ],
+)
+def test_optimisers_that_move_other_rows_are_refused(make, got):
+    problem = problem_of(Weights(ROWS, "clamp"))
+    weights = torch.optim.SGD(problem.weights.values(), 0.1)
+    with pytest.raises(br.Error, match=got):
+        br.Tuner(problem, weights, make(list(problem.hyperparameters.values())))
+    dense = problem_of(Weights(ROWS, "clamp", sparse=False))
+    br.Tuner(dense, torch.optim.SGD(dense.weights.values(), 0.1), make(list(dense.hyperparameters.values())))
+
+
+def test_cross_validation_of_a_table():
+    """Its optimiser takes sparse gradients too."""
+    hyper = Weights(ROWS)
+    problem = problem_of(hyper)
+    found = br.cross_validate(problem.model, hyper, train_loss, val_loss, batch(1), 2, hyper_steps=2)
+    assert len(found.history) == 2
+    assert bool((hyper.table != Weights(ROWS).table).any())
+
+
 def test_shrinkage_goes_to_the_initial_weight():
     free, drawn = Weights(3, initial=2.0), Weights(3, initial=2.0, shrinkage=0.5)
     for hyper in (free, drawn):
@@ -172,6 +199,11 @@ def test_indexed_data_set():
     assert index.tolist() == x.tolist() == more["label"].tolist() == [0, 1, 2, 3]
 
 
+def cleared(hyper):
+    hyper.table.data.zero_()
+    return hyper
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [
@@ -185,6 +217,8 @@ def test_indexed_data_set():
         (lambda: Weights(3, per=torch.tensor([0, 3])), "groups from 0 to n − 1 = 2"),
         (lambda: Weights(3)(torch.tensor([0, 3])), "indices from 0 to 2; got 3"),
         (lambda: Weights(3)(torch.tensor([0.0])), "a tensor of integers"),
+        (lambda: Weights(3, dtype=torch.int64), "a floating-point dtype"),
+        (lambda: cleared(Weights(3, "clamp", mean_one=True))(torch.arange(3)), "must not all be zero"),
         (lambda: Indexed(iter([1])), "must have __getitem__ and __len__"),
         (lambda: ExampleWeights(1000), r"For a weight for each index, use Weights\(n\)"),
         (lambda: LossWeights(1000), "must be a module that maps losses"),

@@ -1,5 +1,6 @@
 """The effect of training examples on validation losses: influence functions."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,10 +11,11 @@ from torch import Tensor
 from .batches import Batches, length_of, weighted
 from .curvatures import Hessian
 from .curvatures.several_batches import linear_system
-from .errors import ArgumentError, ArgumentTypeError, EvaluationError
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
 from .methods import Implicit
-from .methods.base import validation_gradient
+from .methods.base import combine, validation_gradient
 from .methods.hypergradient import failure_message
+from .methods.reach import refuse_unreached
 from .passes.foreign_errors import foreign_errors_told
 from .passes.forms import paused
 from .passes.running_statistics import Reading
@@ -68,6 +70,7 @@ def influence(
     method: Implicit | None = None,
     *,
     solve_on: Any = None,
+    size: float | None = None,
     seed: int | None = None,
 ) -> Influence:
     """The effect of each training example (class, source, token) on the validation loss of each query.
@@ -92,6 +95,7 @@ def influence(
             starts from zero, and may use the pairs that earlier ones recycle.
         solve_on: the batch, or `Batches`, for the curvature: None means all training batches, whose graphs are built
             again for each product. For large data, a random part of it is faster.
+        size: N, the number of training examples of which ``train_batches`` are a part; None means that they are all.
         seed: as for `hypergradient`.
 
     Raises:
@@ -107,13 +111,13 @@ def influence(
     with foreign_errors_told(), problem.edits.whole(problem.live()):
         with problem.undisturbed(seed, None, method.twice) as passes:
             found = _Solves(passes, base, method).of(questions)
-            scores, examples = _streamed(passes, train_batches, method, found)
+            scores, examples = _streamed(passes, train_batches, method, found, size)
             passes.conclude()
         outcome = verified(problem, method.claim(), base, questions[0], seed)
-    _warn_of_failures(problem, [each.solution.report for each in found])
+    _warn_of_failures([each.solution.report for each in found])
     return Influence(
         scores,
-        torch.tensor([each.loss for each in found]),
+        torch.tensor([each.loss for each in found], dtype=torch.float64),
         tuple(each.solution.report for each in found),
         examples,
         outcome,
@@ -163,14 +167,11 @@ class _Solves:
 
 
 def _streamed(
-    passes: Passes, batches: Iterable[Any], method: Implicit, queries: list[_Query]
+    passes: Passes, batches: Iterable[Any], method: Implicit, queries: list[_Query], size: float | None
 ) -> tuple[dict[str, Tensor], int]:
     """The scores, from one batch after the other, and the number of examples."""
-    parameters, weights = passes.problem.hyperparameters, passes.problem.weights
+    problem, sums = passes.problem, _Sums(passes.problem, len(queries))
     curvature = Hessian() if method.curvature.twice else method.curvature
-    total = {
-        n: torch.zeros(len(queries), *p.shape, dtype=p.dtype, device=p.device) for n, p in parameters.items()
-    }
     whole, examples = 0.0, 0
     for number, (batch, share) in enumerate(_sized(batches)):
         with passes.numbered(number):
@@ -178,30 +179,61 @@ def _streamed(
             for q, query in enumerate(queries):
                 x = query.solution.x
                 # A weight that only this batch reaches has no solution: it does not respond.
-                v = {n: x[n] if n in x else torch.zeros_like(weights[n]) for n in system.names}
-                _subtract(total, q, system.mixed(v, last=q == len(queries) - 1), share)
+                v = {n: x[n] if n in x else torch.zeros_like(problem.weights[n]) for n in system.names}
+                sums.subtract(q, system.mixed(v, last=q == len(queries) - 1), share)
+        sums.reached |= system.reached
         whole += share
         examples += length_of(batch) or 0
     if not whole:
         raise ArgumentError("train_batches must hold at least one batch; got none.")
-    for name, scores in total.items():
-        scores /= whole
+    return sums.scores(queries, whole if size is None else size), examples
+
+
+class _Sums:
+    """The sums over batches of the mixed products, for each query and hyperparameter."""
+
+    def __init__(self, problem: Problem, queries: int) -> None:
+        self.reached: set[int] = set()
+        self._problem = problem
+        self._total = {
+            n: torch.zeros(queries, *p.shape, dtype=p.dtype, device=p.device)
+            for n, p in problem.hyperparameters.items()
+        }
+        self._seen: dict[str, Tensor | None] = {}
+
+    def subtract(self, q: int, products: dict[str, Tensor | None], share: float) -> None:
+        """Subtract the products of a batch with the solution of query ``q``."""
+        for name, product in products.items():
+            if product is None:
+                continue
+            own = self._total[name][q]
+            if not product.is_sparse:
+                self._seen[name] = None
+                own.sub_(product, alpha=share)
+                continue
+            product = product.coalesce()  # torch adds a sparse tensor to a row of a matrix at wrong places
+            rows = product.indices()[0]
+            own.index_add_(0, rows, product.values(), alpha=-share)
+            seen = self._seen.setdefault(name, torch.zeros(len(own), dtype=torch.bool, device=own.device))
+            if seen is not None:
+                seen[rows] = True
+
+    def scores(self, queries: list[_Query], whole: float) -> dict[str, Tensor]:
+        """The derivatives of the losses of all queries, with their direct parts."""
+        refuse_unreached(self._problem, queries[0].direct, self.reached)
+        for name, seen in self._seen.items():
+            if seen is not None and not bool(seen.all()):
+                warnings.warn(
+                    f"{int((~seen).sum())} of the {len(seen)} entries of {name!r} are in no training batch: their "
+                    "scores are 0. Pass a loader over all examples, with drop_last=False.",
+                    BestResponseWarning,
+                    stacklevel=4,
+                )
         for q, query in enumerate(queries):
-            direct = query.direct[name]
-            if direct is not None:
-                scores[q] += direct
-    return total, examples
-
-
-def _subtract(total: dict[str, Tensor], q: int, products: dict[str, Tensor | None], share: float) -> None:
-    for name, product in products.items():
-        if product is None:
-            continue
-        if product.is_sparse:  # torch adds sparse tensors to rows of a matrix at wrong places
-            product = product.coalesce()
-            total[name][q].index_add_(0, product.indices()[0], product.values(), alpha=-share)
-        else:
-            total[name][q].sub_(product, alpha=share)
+            own = {n: x[q] / whole if n in self._seen else None for n, x in self._total.items()}
+            for name, x in combine(self._problem, query.loss, query.direct, own).total.items():
+                self._total[name][q] = x
+        return self._total
 
 
 def _sized(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
@@ -257,12 +289,12 @@ def _checked(problem: Any, train_batches: Any, queries: Any, method: Any) -> lis
     return questions
 
 
-def _warn_of_failures(problem: Problem, reports: list[Report]) -> None:
-    """Warn of failed solves, once for each status."""
-    for status in {report.status for report in reports if report.status.failed}:
-        of_status = [report for report in reports if report.status is status]
-        problem.warn_once(
-            ("influence", status),
-            f"{len(of_status)} of {len(reports)} solves of influence failed; the first: "
-            f"{failure_message(of_status[0], {})}",
+def _warn_of_failures(reports: list[Report]) -> None:
+    """Warn of failed solves."""
+    if failed := [report for report in reports if report.status.failed]:
+        warnings.warn(
+            f"{len(failed)} of {len(reports)} solves of influence failed; the first: "
+            f"{failure_message(failed[0], {})}",
+            BestResponseWarning,
+            stacklevel=3,
         )

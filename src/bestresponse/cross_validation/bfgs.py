@@ -82,4 +82,5 @@ def _updated(inverse: Tensor | None, moved: Tensor, change: Tensor) -> Tensor | 
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([x.detach().reshape(-1).double().to(tensors[0].device) for x in tensors])
+    dense = [x.to_dense() if x.is_sparse else x for x in tensors]
+    return torch.cat([x.detach().reshape(-1).double().to(dense[0].device) for x in dense])

@@ -58,7 +58,7 @@ class LossWeights(nn.Module):
     single examples. The usual form, ``(V(losses.detach()) * losses).mean()``, has the same gradient in w. But the
     derivative of that gradient also has the term V'(ℓ_n) ∂ℓ_n/∂w (∂ℓ_n/∂w)ᵀ, which autograd does not see behind
     ``detach``. So a hypergradient of it is wrong. Here the training loss is the integral, computed by Gauss-Legendre
-    quadrature, and all its derivatives are right.
+    quadrature, and all derivatives are those of the quadrature.
 
     Args:
         network: maps losses [M, 1] to scores [M, 1]; V is their sigmoid.

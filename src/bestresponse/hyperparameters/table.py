@@ -32,8 +32,8 @@ class Weights(nn.Module):
     The table s is the hyperparameter. A training loss is ``(hyper(index) * losses).mean()`` with the losses of the
     single examples and the index of each. The gradient of a table is sparse: it holds the rows of the batch, and
     costs the same for ten thousand rows as for ten million. `torch.optim.SparseAdam` and SGD without momentum step
-    on these rows only. Adam would also move all others by its momentum, and refuses a sparse gradient. Softmax reads
-    all weights, so its gradient is dense: it is for few weights, such as those of sources.
+    on these rows only. Adam and momentum would also move all others, and `Tuner` refuses them. Softmax reads all
+    weights, so its gradient is dense: it is for few weights, such as those of sources.
 
     Args:
         n: the number of weights.
@@ -74,6 +74,8 @@ class Weights(nn.Module):
             )
         if positive == "softmax" and initial not in (None, 1.0):
             raise ArgumentError(f'Weights.initial must be 1 or None for "softmax"; got {initial!r}.')
+        if dtype is not None and not dtype.is_floating_point:
+            raise ArgumentTypeError(f"Weights.dtype must be a floating-point dtype; got {dtype}.")
         below = 1.0 if positive == "sigmoid" else math.inf
         initial = initial if initial is not None else 0.5 if positive == "sigmoid" else 1.0
         require_number("Weights.initial", initial)
@@ -99,7 +101,7 @@ class Weights(nn.Module):
         else:
             stored = _lookup(self.table, rows) if self.sparse else self.table[rows]
             weights = self._positive(stored)
-        return weights / weights.mean() if self.mean_one else weights
+        return self._normalised(weights) if self.mean_one else weights
 
     def values(self) -> Tensor:
         """All n weights, without ``mean_one``."""
@@ -126,6 +128,19 @@ class Weights(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.table):,}, {self.positive!r}, mean_one={self.mean_one}, sparse={self.sparse}"
+
+    def _normalised(self, weights: Tensor) -> Tensor:
+        mean = weights.mean()
+        if (
+            not torch._C._are_functorch_transforms_active()
+            and weights.numel()
+            and float(mean.detach()) == 0.0
+        ):
+            raise EvaluationError(
+                "Weights with mean_one=True must not all be zero in a call; got zeros only. Use larger batches, a "
+                'lower learning rate, or positive="softplus".'
+            )
+        return weights / mean
 
     def _positive(self, stored: Tensor) -> Tensor:
         if self.positive == "clamp":
@@ -183,7 +198,7 @@ class Indexed(Dataset[Any]):
         """The items of a batch at once, if the data set can."""
         fetch = getattr(self.dataset, "__getitems__", None)
         items = fetch(indices) if fetch else [self.dataset[i] for i in indices]
-        return list(zip(indices, items, strict=True))
+        return [(i + len(self) if i < 0 else i, item) for i, item in zip(indices, items, strict=True)]
 
 
 def _groups(per: Any, n: int) -> Tensor:

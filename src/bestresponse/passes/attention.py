@@ -107,4 +107,5 @@ def _in_blocks(
             masks = torch.arange(len(mask), device=mask.device).view(shape).expand(batch).reshape(-1)
     seed = int(torch.randint(2**62, ())) if dropout else 0
     outputs = Attention(causal, dropout, seed, masks)(flat[0], flat[1], flat[2], mask)
-    return outputs.view(*batch, *outputs.shape[-2:]).to(dtype)
+    # A copy, since the derivatives need the outputs, and the caller may change these in place.
+    return outputs.view(*batch, *outputs.shape[-2:]).to(dtype, copy=True)

@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..hyperparameters import Kinked
+from ..hyperparameters import Kinked, Weights
 from ..hyperparameters.orthant import fitting
 from ..problem import Problem
 
@@ -95,6 +95,25 @@ def check_hyper_optimizer(problem: Problem, optimizer: object) -> None:
         raise ArgumentError(
             f"the hyper-optimiser must hold every hyperparameter and nothing else; got {what}. "
             "Make it with problem.hyperparameters.values()."
+        )
+    _refuse_dense_steps(problem, optimizer)
+
+
+def _refuse_dense_steps(problem: Problem, optimizer: Optimizer) -> None:
+    """Raise if an optimiser of torch cannot step along sparse gradients, or would move rows outside the batch."""
+    tables = [m for m in problem.hyper.modules() if isinstance(m, Weights) and m.sparse]
+    kind = type(optimizer)
+    if not tables or not kind.__module__.startswith("torch.optim"):
+        return
+    dense = [
+        key for g in optimizer.param_groups for key in ("momentum", "weight_decay") if g.get(key, 0) != 0
+    ]
+    if kind not in (torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad) or dense:
+        got = f"{kind.__name__} with {' and '.join(sorted(set(dense)))}" if dense else kind.__name__
+        raise ArgumentError(
+            "the hyper-optimiser must step on the rows of a batch alone, since hyperparameters.Weights has sparse "
+            f"gradients; got {got}. Use SparseAdam, or SGD or Adagrad without momentum and weight_decay; or give the "
+            "table dense gradients with Weights(n, sparse=False)."
         )
 
 
