@@ -3,7 +3,7 @@
     pip install kronfluence                      # optional; it is left out if it is missing
     python benchmarks/influence.py --threads 1
 
-"retraining": a network 784-32-10 on 1,000 images of MNIST, trained to the minimum in float64. For 100 of the images,
+"retraining": a network 784-32-10 on 1,000 images of MNIST, trained to the minimum in float64. For 50 of the images,
 the weights are trained again without the image, from the minimum, and the change of the loss is compared with the
 influence: on the mean loss of 500 validation images, and on the losses of five of them.
 
@@ -91,7 +91,7 @@ def batches_of(x: Tensor, y: Tensor, size: int = 500) -> list[Batch]:
 class Trained:
     """The network at the minimum of its training loss, with a weight for each image."""
 
-    def __init__(self, images: data.Images, count: int, dtype: torch.dtype, steps: int = 3_000) -> None:
+    def __init__(self, images: data.Images, count: int, dtype: torch.dtype, steps: int = 2_000) -> None:
         (x, y), (self.val_x, self.val_y) = images.draw(count, 500, seed=0)
         self.x, self.y = x.flatten(1).to(dtype), y
         self.val_x = self.val_x.flatten(1).to(dtype)
@@ -111,7 +111,7 @@ class Trained:
         return torch.stack([val_loss(self.model, self.weights, query) for query in queries])
 
 
-def retraining(images: data.Images, removed: int = 100) -> list[dict[str, Any]]:
+def retraining(images: data.Images, removed: int = 50) -> list[dict[str, Any]]:
     """The correlation of each method's influence with the changes of retraining."""
     setting = Trained(images, 1_000, torch.float64)
     queries = [(setting.val_x, setting.val_y), *setting.queries(5)]
@@ -120,7 +120,7 @@ def retraining(images: data.Images, removed: int = 100) -> list[dict[str, Any]]:
     before, changes = setting.losses(queries), []
     for i in chosen.tolist():
         setting.weights.table.data[i] = 0.0
-        setting.train(1_000)
+        setting.train(300)
         changes.append(setting.losses(queries) - before)
         setting.weights.table.data[i] = 1.0
         setting.model.load_state_dict(start)
