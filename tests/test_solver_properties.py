@@ -83,7 +83,7 @@ def test_reported_residuals_are_true_and_more_steps_are_not_worse(name):
             if report.status is Status.CONVERGED:
                 assert true <= 1e-2, told
             if report.status.failed:
-                assert true <= 1.0 + 1e-3, told
+                assert true <= 1.0 + 1e-3 + rounding, told
             if name in ("MINRES", "GMRES") and earlier is not None:
                 assert true <= 3.0 * earlier + 10.0 * rounding, (*told, earlier)
             earlier = true
