@@ -13,6 +13,7 @@ import bestresponse as br
 from bestresponse.diagnostics.measuring import peak_bytes
 from bestresponse.passes import attention, attention_blocks
 from bestresponse.passes.forms import second_derivatives
+from cases import orders
 
 
 @pytest.fixture(params=[1, 24, 2**17], ids=["a row", "some rows", "one block"])
@@ -33,18 +34,6 @@ def small_blocks(monkeypatch):
 def math_backend(*inputs, **settings):
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*inputs, **settings)
-
-
-def orders(function, inputs, count=3):
-    """The value and derivatives of up to this order, of sums with weights of which none is alike."""
-    live = [x for x in inputs if x.requires_grad]
-    found = [[function(*inputs)]]
-    for _ in range(count):
-        value = sum(
-            (t.sin() * torch.linspace(0.5, 1, t.numel()).to(t).view(t.shape)).sum() for t in found[-1]
-        )
-        found.append(list(torch.autograd.grad(value, live, create_graph=True)))
-    return found
 
 
 def same(found, expected):

@@ -7,23 +7,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bestresponse.passes.forms import second_derivatives
+from cases import orders
 
 CURVES = {
     "GELU": F.gelu,
     "GELU, module": nn.GELU(),
     "GELU by tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-def orders(function, inputs, count=3):
-    """The value and derivatives of up to this order, of sums with weights of which none is alike."""
-    found = [[function(*inputs)]]
-    for _ in range(count):
-        value = sum(
-            (t.sin() * torch.linspace(0.5, 1, t.numel()).to(t).view(t.shape)).sum() for t in found[-1]
-        )
-        found.append(list(torch.autograd.grad(value, inputs, create_graph=True)))
-    return found
 
 
 def same(found, expected):
