@@ -27,6 +27,11 @@ def entries(x: Tensor) -> Tensor:
     return x if x.layout == torch.strided else x.coalesce().values()
 
 
+def dense(x: Tensor) -> Tensor:
+    """A tensor as a dense one."""
+    return x if x.layout == torch.strided else x.to_dense()
+
+
 def zeros(x: Tensor, like: Tensor | None) -> Tensor:
     """Zeros of the shape of ``x``; a sparse tensor without rows if ``like`` is sparse."""
     return torch.zeros_like(x if like is None or like.layout == torch.strided else like)

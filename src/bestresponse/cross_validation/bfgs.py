@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import _tree
 from ..errors import ArgumentTypeError, require, require_number
 
 # Growth of a step in the last one's direction while there is no positive curvature, and what is left after a turn.
@@ -82,5 +83,5 @@ def _updated(inverse: Tensor | None, moved: Tensor, change: Tensor) -> Tensor | 
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    dense = [x.to_dense() if x.is_sparse else x for x in tensors]
-    return torch.cat([x.detach().reshape(-1).double().to(dense[0].device) for x in dense])
+    device = tensors[0].device
+    return torch.cat([_tree.dense(x.detach()).reshape(-1).double().to(device) for x in tensors])

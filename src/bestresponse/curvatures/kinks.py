@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .. import _tree
 from .._tree import Tree
 from ..hyperparameters.orthant import fitting, joint_rates
 from ..passes import graph
@@ -111,7 +112,7 @@ def of_loss(problem: Problem, loss: Tensor) -> Kinks:
     slopes = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
     kinks = Kinks(rates={n: torch.zeros_like(w) for n, w in zip(names, weights, strict=True)})
     for name, w, g in zip(names, weights, slopes, strict=False):
-        kinks.gradient[name] = torch.zeros_like(w) if g is None else g.to_dense() if g.is_sparse else g
+        kinks.gradient[name] = torch.zeros_like(w) if g is None else _tree.dense(g)
     for kink, slope in zip(found, slopes[len(names) :], strict=True):
         if slope is None:
             continue
@@ -155,7 +156,7 @@ class _Kink:
             retain_graph=True,
             allow_unused=True,
         )
-        dense = [x if x is None or not x.is_sparse else x.to_dense() for x in pulled]
+        dense = [None if x is None else _tree.dense(x) for x in pulled]
         return {n: x for n, x in zip(self.names, dense, strict=True) if x is not None}
 
 

@@ -209,10 +209,7 @@ def validation_gradient(
                 loss = passes.val_loss(piece, weights)
             graph.refuse_reentrant(loss)
             passes.rewind()
-            gradients = [
-                g.to_dense() if g is not None and g.layout != torch.strided else g
-                for g in read.gradients(loss, inputs, weight)
-            ]
+            gradients = [None if g is None else _tree.dense(g) for g in read.gradients(loss, inputs, weight)]
         reached = reached or reaches(loss, gradients[: len(at)], at.values())
         total = [graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
         value += weight * float(loss.detach())

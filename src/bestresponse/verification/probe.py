@@ -152,7 +152,7 @@ def or_zero(x: Tensor | None, like: Tensor) -> Tensor:
     """A derivative outside any graph, dense, with zeros if it is missing."""
     if x is None:
         return torch.zeros_like(like)
-    return x.detach().to_dense() if x.is_sparse else x.detach()
+    return _tree.dense(x.detach())
 
 
 class Differences:
