@@ -277,19 +277,29 @@ def test_loss_weights_against_a_new_training():
     def trained():
         for w in weights.values():
             w.detach().zero_()
-        newton = torch.optim.LBFGS(
+        descent = torch.optim.LBFGS(
             weights.values(), max_iter=300, tolerance_grad=1e-12, tolerance_change=0.0,
             line_search_fn="strong_wolfe",
         )  # fmt: skip
 
         def closure():
-            newton.zero_grad()
+            descent.zero_grad()
             loss = problem.train_loss(problem.model, problem.hyper, batch(1))
             torch.autograd.backward(loss, inputs=list(weights.values()))
             return loss
 
-        newton.step(closure)
-        newton.zero_grad()
+        descent.step(closure)
+        descent.zero_grad()
+        live = list(weights.values())
+        for _ in range(3):  # Newton's steps, since descent ends some way before the minimum
+            slopes = torch.autograd.grad(
+                problem.train_loss(problem.model, problem.hyper, batch(1)), live, create_graph=True
+            )
+            slope = torch.cat([x.flatten() for x in slopes])
+            rows = [torch.autograd.grad(x, live, retain_graph=True) for x in slope]
+            curvature = torch.stack([torch.cat([x.flatten() for x in row]) for row in rows])
+            step = torch.linalg.solve(curvature, slope.detach())
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(live).detach() - step, live)
         return float(val_loss(problem.model, problem.hyper, batch(2)).detach())
 
     values = []
