@@ -45,7 +45,7 @@ def after_success(
     memory: dict[str, Any] = {"left": left, **_unseen(system)}
     floor = FIRST_DAMPING + _UNSEEN_DAMPING * memory.get("unseen", 0.0)
     limit, undisturbed = limit_of(system, most), system.memory.get("undisturbed", 0) + 1
-    if cut or system.dropped is not None:
+    if cut or (system.dropped is not None and limit < most):
         limit, undisturbed = max(1, min(limit, steps) - (not cut)), 0
     elif undisturbed == _UNDISTURBED:
         limit, undisturbed = min(limit + 1, most), 0
