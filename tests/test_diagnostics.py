@@ -97,7 +97,7 @@ def test_a_good_problem_has_no_errors_and_the_right_numbers(every_method):
     assert by_name["exact"].cosine == pytest.approx(1.0, abs=1e-6)
     assert by_name["Implicit(Identity())"].cosine < 0.99
     assert all(r.seconds > 0 and r.memory > 0 for r in found.rows[1:])
-    assert "times the slope of retraining" in found.recommendation
+    assert "times the slope of retraining" in found.recommendation.watch
 
 
 def test_it_changes_nothing(every_method):
@@ -144,7 +144,11 @@ def test_it_is_data_and_text(every_method):
     assert plain["spectrum"]["highest"] == found.spectrum.highest
     assert plain["findings"][0]["topic"] == "losses"
     text = str(found)
-    assert "Recommendation: Implicit()" in text
+    assert [line[:7] for line in text.splitlines() if line[:1] in "CW" and ":" in line[:7]][-3:] == [
+        "Call:  ",
+        "Cost:  ",
+        "Watch: ",
+    ]
     assert "Implicit(Neumann(20))" in text
     assert max(map(len, text.splitlines())) <= 140
 
@@ -155,7 +159,7 @@ def test_a_direct_problem_and_float32_and_several_batches():
     hyper = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(()))})
     plain = problem_of(model, fit, hyper, lambda m, h, b: (fit(m, h, b) - h["shift"]).square())
     found = check(plain, data(), data(), retrain_steps=5)
-    assert found.recommendation.startswith("Direct()")
+    assert found.recommendation.call.startswith("Direct()")
     decayed = problem_of(Network())
     found = check(decayed, br.Batches([data(), data()]), data(), retrain_steps=5)
     assert found.ok, str(found)
@@ -186,7 +190,8 @@ def test_a_detached_feature():
     (text,) = of(found, "first derivatives")
     assert "first.weight" in text
     assert "there is detach() in test_diagnostics.py" in text
-    assert found.recommendation == "fix what the check says about first derivatives, and check again."
+    expected = "no method yet: fix what the check says about first derivatives, and check again."
+    assert found.recommendation.call == expected
 
 
 def test_a_feature_that_is_detached_in_the_gradient_alone():
@@ -234,7 +239,7 @@ def test_weights_that_are_edited_in_a_pass():
 def test_a_once_differentiable_operation(every_method):
     found = check(problem_of(Network(cases.Cube.apply)), data(), data(), retrain_steps=5)
     assert "Cube" in of(found, "second derivatives", "error")[0]
-    assert "FiniteDifference()" in found.recommendation
+    assert "FiniteDifference()" in found.recommendation.call
     assert {r.method.split("(")[0] for r in found.rows} == {"the reference", "Implicit", "Penalty", "SAMA"}
     assert all((r.slope is None) == r.method.startswith("SAMA") for r in found.rows)
 
@@ -327,7 +332,7 @@ def test_an_indefinite_hessian(every_method):
     assert float(torch.linalg.eigvalsh(dense)[0]) < 0
     found = check(problem, train, val, retrain_steps=0)
     assert any("indefinite" in text for text in of(found, "curvature", "warning"))
-    assert "GaussNewton" in found.recommendation
+    assert "GaussNewton" in found.recommendation.call
     rows = {row.method: row for row in found.rows}
     assert {"Implicit(MINRES(20))", "Implicit(solvers.GMRES(20))"} <= rows.keys()
     assert rows["Implicit(Neumann(20))"].failed
@@ -335,17 +340,75 @@ def test_an_indefinite_hessian(every_method):
 
 
 def test_no_method_is_recommended_that_the_table_shows_to_fail(every_method):
-    """At a saddle of three weights the default method solves a damped system, and has no answer to the question."""
-    model, hyper = nn.ParameterDict({"w": torch.zeros(3)}), nn.ParameterDict({"c": torch.zeros(3)})
+    """With negative curvature the default method solves a damped system, and has no answer to the question."""
+    model, hyper = nn.ParameterDict({"w": torch.ones(3)}), nn.ParameterDict({"c": torch.zeros(3)})
     curvature, b = torch.tensor([3.0, 1.0, -1.0]), torch.tensor([1.0, 1.0, 1.0])
     train_loss = lambda m, h, _: 0.5 * (curvature * m["w"] * m["w"]).sum() - h["c"] @ m["w"]  # noqa: E731
     problem = br.Problem(model, hyper, train_loss, lambda m, h, _: b @ m["w"])
     found = check(problem, 0, 0, retrain_steps=0)
     failed = {row.method for row in found.rows if row.failed}
     assert {"Implicit()", "Implicit(ConjugateGradient(20, damping=None), warm_start=True)"} <= failed
-    first = found.recommendation.split(", since")[0]
+    first = found.recommendation.call.split(", since")[0]
     assert first in {row.method for row in found.rows if not row.failed}
-    assert "fails here: its solve ends with negative curvature" in found.recommendation
+    assert "fails here: its solve ends with negative curvature" in found.recommendation.call
+
+
+def test_weights_at_a_saddle_have_no_method_yet():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(1, 3))
+
+        def forward(self, x):
+            return x @ self.first.T @ self.last.T
+
+    x = torch.randn(40, 4)
+    train, val = (x, x @ torch.randn(4, 1)), (x + 0.1, x @ torch.randn(4, 1))
+    fit = lambda m, h, b: (m(b[0]) - b[1]).square().mean()  # noqa: E731
+    found = check(
+        problem_of(Product(), lambda m, h, b: fit(m, h, b) + h(m), val_loss=fit), train, val, retrain_steps=5
+    )
+    assert any("saddle" in text for text in of(found, "stationarity", "warning"))
+    assert any("no hyperparameter moves val_loss" in text for text in of(found, "hypergradient", "warning"))
+    assert found.recommendation.call.startswith("no method yet: train_loss needs a minimum")
+
+
+@pytest.mark.parametrize(("start", "steps"), [(1e-3, 100), (1e-3, 2000), (3.0, 200)])
+def test_a_training_loss_without_a_minimum(start, steps):
+    model, hyper = nn.ParameterDict({"w": torch.full((2,), start)}), nn.ParameterDict({"c": torch.zeros(2)})
+    curvature = torch.tensor([3.0, -1.0])
+    train_loss = lambda m, h, _: 0.5 * (curvature * m["w"] * m["w"]).sum() - 1e-3 * h["c"] @ m["w"]  # noqa: E731
+    problem = br.Problem(model, hyper, train_loss, lambda m, h, _: (m["w"] - 1.0).square().sum())
+    found = check(problem, 0, 0, retrain_steps=steps)
+    assert found.retraining is None
+    assert any("falls without bound" in text for text in of(found, "retraining", "warning"))
+    assert found.recommendation.call.startswith("no method yet: train_loss needs a minimum")
+
+
+def test_a_model_that_fits_its_batch_exactly_needs_a_regulariser():
+    model = nn.Linear(30, 1)
+    x, y = torch.randn(10, 30), torch.randn(10, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+        model.bias.zero_()
+    fit = lambda m, h, b: (m(b[0]) - b[1]).square().mean()  # noqa: E731
+    hyper = nn.ParameterDict({"scale": torch.zeros(())})
+    problem = br.Problem(model, hyper, lambda m, h, b: h["scale"].exp() * fit(m, h, b), fit)
+    found = check(problem, (x, y), (torch.randn(10, 30), torch.randn(10, 1)), retrain_steps=20)
+    assert any("fits this batch exactly" in text for text in of(found, "stationarity", "warning"))
+    assert found.recommendation.call.startswith("no method yet: add a regulariser")
+    assert "the Hessian is singular" in str(found).replace("\n         ", " ")
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_table_and_the_recommendation_fit_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    problem, train, val = cases.network()
+    text = str(check(problem, train, val, retrain_steps=5))
+    assert max(map(len, text.splitlines())) <= columns
+    assert [
+        line for line in text.splitlines() if line.startswith("method ")
+    ]  # a table, no block for each method
 
 
 # --- losses that fail --------------------------------------------------------------------------------
@@ -365,7 +428,8 @@ def test_losses_that_fail_are_findings(train_loss, words):
     (error,) = (f for f in found.findings if f.level == "error")
     assert words in error.text
     assert found.spectrum is None
-    assert found.recommendation == f"fix what the check says about {error.topic}, and check again."
+    expected = f"no method yet: fix what the check says about {error.topic}, and check again."
+    assert found.recommendation.call == expected
 
 
 def test_an_error_in_the_users_own_code_is_a_finding():
@@ -704,7 +768,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", sys.path.copy())
     words = ["check", "mine.tuning:make_problem", "--json", "found.json", "--retrain-steps", "20"]
     assert main(words) == 0
-    assert "Recommendation: Implicit(" in capsys.readouterr().out
+    assert "Call:  " in capsys.readouterr().out
     assert json.loads((tmp_path / "found.json").read_text())["spectrum"]["whole"] is True
     assert main(["check", "mine.tuning:bad"]) == 1
     assert "ERROR" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from ..runs.requirements import check_weight_optimizer
 from . import derivatives, losses, methods, spectrum
 from .findings import Bench, Finding
 from .methods import Row
-from .recommendation import recommended
+from .recommendation import Recommendation, recommended
 from .retraining import Retraining, retrain
 from .spectrum import Spectrum
 
@@ -33,7 +33,7 @@ class Check:
         retraining: the slope of the validation loss along the reference hypergradient, measured by retraining; None if
             it was skipped or failed.
         rows: the result and the cost of each method.
-        recommendation: the method to start with.
+        recommendation: the method to start with, its cost, and what to look at.
     """
 
     problem: str
@@ -41,7 +41,7 @@ class Check:
     spectrum: Spectrum | None
     retraining: Retraining | None
     rows: tuple[Row, ...]
-    recommendation: str
+    recommendation: Recommendation
 
     @property
     def ok(self) -> bool:
@@ -59,7 +59,9 @@ class Check:
             lines.append(_layout.fold(f"{_MARKS[f.level]}  {f.topic}: {f.text}", " " * 9))
         if self.rows:
             lines += ["", *_table(self.rows, self.retraining)]
-        lines += ["", _layout.fold("Recommendation: " + self.recommendation)]
+        said = self.recommendation
+        for name, text in (("Call", said.call), ("Cost", said.cost), ("Watch", said.watch)):
+            lines += [*([""] if name == "Call" else []), _layout.fold(f"{name + ':':7}{text}", " " * 7)]
         return "\n".join(lines)
 
 
@@ -161,25 +163,27 @@ def _finite(value: Any) -> Any:
 
 
 def _table(rows: tuple[Row, ...], retraining: Retraining | None) -> list[str]:
-    slope = retraining.slope if retraining is not None else None
-    cells = [
-        {
-            "method": r.method,
-            "slope": r.slope,
-            "of retraining": r.slope / slope if slope and r.slope is not None else None,
-            "cosine": r.cosine,
-            "products": r.products,
-            "time": r.seconds,
-            "memory": r.memory,
-            "solve": textwrap.shorten(r.said, 40, placeholder=" …"),
-        }
-        for r in rows
-    ]
-    note = (
-        "slope: along the reference hypergradient (conjugate gradient, 50 steps). time and memory: in training "
-        "gradients."
-    )
+    """The table of methods, and what its columns mean."""
+    unit = retraining.slope if retraining is not None and retraining.certain else None
+    cells = []
+    for r in rows:
+        slope = {"slope": r.slope}
+        if unit is not None:
+            slope = {"of retraining": None if r.slope is None else r.slope / unit}
+        solve = textwrap.shorten(r.said, 40, placeholder=" …")
+        more = {"cosine": r.cosine, "time": r.seconds, "memory": r.memory}
+        cells.append({"method": r.method} | slope | more | {"solve": solve})
+    note = "slope: that of val_loss along the hypergradient of the reference."
     if retraining is not None:
-        result = f"{retraining.slope:.4g} ± {retraining.error:.1g}"
-        note += f" Retraining for {retraining.steps} steps gives the slope {result}."
+        result = (
+            f"retraining for {retraining.steps} steps gives, {retraining.slope:.3g} ± {retraining.error:.1g}"
+        )
+        if unit is None:
+            note = f"{note[:-1]}; that which {result}, is too uncertain for a comparison."
+        else:
+            note = f"of retraining: the slope of val_loss as a share of that which {result}; 1 is best."
+    note += (
+        " cosine: with the hypergradient of the reference, which is conjugate gradient with 50 steps. time and memory: "
+        "in those of a training gradient. solve: how it ended; steps used is usual."
+    )
     return [_layout.table(cells), "", _layout.fold(note)]

@@ -35,13 +35,14 @@ def reference(bench: Bench) -> Tree:
         h = _fifty_steps(bench, FiniteDifference())
         level, text = "error", str(error)
     bench.findings.append(Finding(level, "second derivatives", text))
-    indirect = _tree.norm(h.indirect)
-    bench.direct_only = indirect == 0.0
-    bench.add(
-        "note" if h.norm else "warning",
-        f"its norm is {h.norm:.3g}. The direct part has norm {_tree.norm(h.direct):.3g}, the part through the weights "
-        f"{indirect:.3g}{'; Direct() gives all of it' if bench.direct_only else ''}.",
-    )
+    direct, indirect = _tree.norm(h.direct), _tree.norm(h.indirect)
+    bench.direct_only = direct > 0.0 and indirect == 0.0
+    text = f"its norm is {h.norm:.3g}. The direct part has norm {direct:.3g}, that through the weights {indirect:.3g}"
+    if bench.direct_only:
+        text += "; Direct() gives all of it"
+    elif not h.norm:
+        text += ": at these weights, no hyperparameter moves val_loss"
+    bench.add("note" if h.norm else "warning", f"{text}.")
     return h.total
 
 

@@ -1,5 +1,6 @@
 """The findings of a check."""
 
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ class Bench:
         seed: seed of the random state of each pass.
         findings: the findings so far.
         topic: the present topic.
+        val_loss: its value on the batch, once it is known.
         direct_only: whether the hypergradient has no part through the weights.
         progress: a function that gets the name of each part of the check when it starts.
     """
@@ -48,6 +50,7 @@ class Bench:
     seed: int
     findings: list[Finding] = field(default_factory=list)
     topic: str = "parameters"
+    val_loss: float = math.inf
     direct_only: bool = False
     progress: Callable[[str], None] = lambda part: None
 

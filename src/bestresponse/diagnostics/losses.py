@@ -20,6 +20,7 @@ def examine(bench: Bench) -> None:
         with passes.validating():
             val = [float(passes.val_loss(bench.val).detach()) for _ in range(3)]
             switched = [n or "the model" for n, m in problem.model.named_modules() if m.training]
+    bench.val_loss = val[0]
     bench.add("ok", f"finite: train_loss {train[0]:.4g}, val_loss {val[0]:.4g}.")
     if switched and problem.val_mode == "eval":
         bench.add(

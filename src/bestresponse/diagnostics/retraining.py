@@ -7,12 +7,15 @@ import torch
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import Error
+from ..errors import Error, EvaluationError
 from ..hyperparameters.orthant import fitting, orthant_wise
 from ..problem import Passes
 from .findings import Bench
 
 _MOMENTUM = 0.9
+# A training loss that falls by this multiple of both losses at the start has no minimum nearby.
+_BOUND = 1e3
+UNBOUNDED = "train_loss falls without bound"
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Retraining:
     steps: int
     before: float
     after: float
+
+    @property
+    def certain(self) -> bool:
+        """Whether the slope is well above its error."""
+        return abs(self.slope) > 5.0 * self.error
 
 
 def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, steps: int) -> Retraining | None:
@@ -55,11 +63,22 @@ def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, ste
 
     try:
         before, after, value = trained(0.0)
+        if not before - after <= _BOUND * (abs(before) + abs(bench.val_loss)):
+            bench.add(
+                "warning",
+                f"{UNBOUNDED}: from {before:.3g} to {after:.3g} in {steps} steps. The weights lie "
+                "near a saddle or a slope without a minimum, where they have no best response. Add a regulariser to "
+                "train_loss, or train from other weights.",
+            )
+            return None
         wanted = (1e-6 if double else 1e-3) * (abs(value) or 1.0)
         size = min(wanted / max(abs(predicted), 1e-300), 0.1 * (1.0 + _tree.norm(_tree.detached(live))))
         coarse, fine = ((trained(h)[-1] - trained(-h)[-1]) / (2.0 * h) for h in (size, size / 2.0))
     except Error as error:
-        bench.add("note", f"not compared: {error}")
+        if isinstance(error, EvaluationError) and "finite" in str(error):
+            bench.add("warning", f"{UNBOUNDED}, or its curvature grows, within {steps} steps: {error}")
+        else:
+            bench.add("note", f"not compared: {error}")
         return None
     precision = torch.finfo(torch.float64 if double else torch.float32).eps
     rounding = 4.0 * precision * abs(value) / size

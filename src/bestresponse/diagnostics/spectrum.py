@@ -20,6 +20,13 @@ _SINGULAR = 1e-6
 _ILL = 1e-5
 _STEPS = 30
 _FAR = 0.1
+# A squared training gradient below this share of curvature times loss: a stationary point.
+_AT_SADDLE = 1e-4
+# A training loss below this share of the validation loss, with a singular Hessian: the model fits the batch exactly.
+_FITTED = 1e-3
+AT_SADDLE = "the weights lie at a saddle"
+FAR = "Train longer first (warmup_steps)"
+INTERPOLATED = "the model fits this batch exactly"
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,12 @@ class Spectrum:
     gradient: float
     loss: float
     to_gain: float
+
+    @property
+    def singular(self) -> bool:
+        """Whether an eigenvalue is zero up to rounding."""
+        limit = (_SINGULAR if self.whole else _ILL) * max(abs(self.lowest), abs(self.highest))
+        return self.smallest <= limit or self.highest <= 0.0
 
     @property
     def indefinite(self) -> bool:
@@ -103,8 +116,7 @@ def _report_eigenvalues(bench: Bench, spectrum: Spectrum) -> None:
             "Implicit() chooses automatically. MINRES and GMRES solve the indefinite system, but its solution may not "
             "lower the validation loss.",
         )
-    limit = (_SINGULAR if spectrum.whole else _ILL) * max(abs(low), abs(high))
-    if spectrum.smallest <= limit or high <= 0.0:
+    if spectrum.singular:
         bench.add(
             "warning",
             "the Hessian is singular or nearly singular: the weights have no unique best response. Add a regulariser "
@@ -116,7 +128,7 @@ def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining
     """Report the training gradient, and how far the training loss could fall or did fall in retraining."""
     bench.topic = "stationarity"
     text = f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}, and train_loss is {spectrum.loss:.3g}."
-    gains = []
+    gains, loss = [], abs(spectrum.loss)
     if not spectrum.indefinite:
         gains.append(spectrum.to_gain)
         text += f" A quadratic model predicts that train_loss can fall by {spectrum.to_gain:.3g}."
@@ -124,7 +136,25 @@ def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining
         gains.append(retraining.before - retraining.after)
         text += f" Retraining on this batch lowered it by {gains[-1]:.3g}."
     level: Level = "ok" if gains else "note"
-    if max(gains, default=0.0) > _FAR * abs(spectrum.loss):
+    if spectrum.singular and loss <= _FITTED * abs(bench.val_loss):
+        bench.add(
+            "warning",
+            f"{INTERPOLATED}: train_loss is {spectrum.loss:.3g}, val_loss {bench.val_loss:.3g}, and the Hessian is "
+            "singular. Many weights fit equally well, so the weights have no unique best response, and training "
+            "longer does not give one. Add a regulariser to train_loss.",
+        )
+        return
+    if (
+        spectrum.lowest < -_FAR * spectrum.highest
+        and spectrum.gradient**2 <= _AT_SADDLE * -spectrum.lowest * loss
+    ):
+        bench.add(
+            "warning",
+            f"{text} With negative curvature as large as {spectrum.lowest:.3g}, {AT_SADDLE}, where "
+            "they have no best response. Train from other weights first.",
+        )
+        return
+    if max(gains, default=0.0) > _FAR * loss:
         level = "warning"
-        text += " Train longer first (warmup_steps), or make more weight steps for each hyper-step."
+        text += f" {FAR}, or make more weight steps for each hyper-step."
     bench.add(level, text)
