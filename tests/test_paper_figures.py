@@ -453,8 +453,10 @@ def test_distilled_digits_teach_a_new_classifier_from_their_files(tmp_path):
         pytest.param(("--learned-rate", "--soft-labels", "--per-class", 2), marks=pytest.mark.slow),
         pytest.param(("--per-class", 3, "--start", "noise", "--validation", 300), marks=pytest.mark.slow),
         ("--smoothness", 0.1, "--closeness", 0.1),
+        ("--within-range", "--start", "black", "--pixel-rate", 0.5),
+        pytest.param(("--within-range", "--start", "noise", "--readers"), marks=pytest.mark.slow),
     ],
-    ids=["soft", "rate", "both", "several", "penalties"],
+    ids=["soft", "rate", "both", "several", "penalties", "range", "readers"],
 )
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_options_of_distillation(options, tmp_path, monkeypatch):
@@ -475,6 +477,13 @@ def test_options_of_distillation(options, tmp_path, monkeypatch):
     images = distill.data.load("digits")
     assert softmax.accuracy(w, images.x_test, images.y_test) == anew
     assert anew > 0.5
+    least, most = images.x_train.min(), images.x_train.max()
+    if "--within-range" in options:  # some pixels reach the lower bound
+        assert least == stored["images"].min()
+        assert stored["images"].max() <= most
+    counts = [row["read"] for row in result_of(out)["rows"] if row.get("read") is not None]
+    assert len(counts) == (2 if "--readers" in options else 0)
+    assert all(0 <= count <= 10 for count in counts)
 
 
 def test_the_exact_solver_agrees_with_training_from_zero():

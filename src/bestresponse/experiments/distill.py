@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import bestresponse as br
 
 from ..errors import ArgumentError
-from . import data, distilled_set, softmax
+from . import data, distilled_set, readers, runs, softmax
 from .classification import Batch, accuracy, set_to_zero, squared_norm
 from .data import Images
 from .distilled_set import Recipe
@@ -52,7 +52,11 @@ class Distill(Repeated):
     """Adam's learning rate for the pixels, in units of the data's deviation; it decays to zero along a cosine."""
     penalty: NotNegative = 0.0  # The classifier's ℓ2 penalty; 0 means 0.01, and 0.1 for CIFAR.
     solver_steps: Count = 60  # Conjugate-gradient steps of each hypergradient, starting at the last solution.
-    start: Literal["means", "noise"] = "means"  # The initial images: class means or noise.
+    start: Literal["means", "noise", "black"] = "means"  # The initial images: class means, noise, or black.
+    within_range: bool = False
+    """Keep each pixel within the range of the training set, so that an image can be saved as one."""
+    readers: bool = False
+    """Train two networks on the training set, and count the distilled images that they read as their class."""
     smoothness: NotNegative = 0.0
     """The weight of the mean squared difference between neighbouring pixels in the validation loss."""
     closeness: NotNegative = 0.5
@@ -85,7 +89,13 @@ class Distill(Repeated):
         val, test = ((x.flatten(1).to(device), y.to(device)) for x, y in parts)
         inputs, labels = self._first_images(seed, images)
         classes = images.classes if self.soft_labels else None
-        tuned = _Tuned(self, br.hyperparameters.DistilledData(inputs, labels, classes)).to(device)
+        distilled = br.hyperparameters.DistilledData(inputs, labels, classes)
+        if self.within_range:
+            low, high = _range(images)
+            distilled = br.hyperparameters.DistilledData(
+                inputs.clamp(low, high), labels, classes, bounds=(low, high)
+            )
+        tuned = _Tuned(self, distilled).to(device)
         model = nn.Linear(val[0].shape[1], images.classes, device=device, dtype=val[0].dtype)
         exact = softmax.ExactSoftmax(tuned.penalty)
         solver = br.ConjugateGradient(self.solver_steps)
@@ -122,6 +132,13 @@ class Distill(Repeated):
         anew = softmax.accuracy(w, images.x_test, images.y_test)
         yield _row("distilled, trained anew", anew, gradient_norm)
         yield _row("distilled, as it ran along", tuned.test_accuracy(model, test))
+        if self.readers:
+            for reader, accuracy_of, number in readers.read(images, tuned()[0].detach().cpu(), labels, seed):
+                yield {
+                    "training set": f"all, for the reader {reader}",
+                    "test accuracy": accuracy_of,
+                    "read": number,
+                }
 
     def _first_images(self, seed: int, images: Images) -> tuple[Tensor, Tensor]:
         """The initial images and their labels, class by class.
@@ -130,9 +147,11 @@ class Distill(Repeated):
         """
         labels = torch.arange(images.classes).repeat_interleave(self.per_class)
         generator = torch.Generator().manual_seed(seed)
+        size, dtype = (len(labels), *images.shape), images.x_train.dtype
         if self.start == "noise":
-            size, dtype = (len(labels), *images.shape), images.x_train.dtype
             return 0.1 * torch.randn(size, generator=generator, dtype=dtype), labels
+        if self.start == "black":
+            return _range(images)[0].expand(size), labels
         means = []
         for number in range(images.classes):
             of_class = images.x_train[images.y_train == number]
@@ -168,11 +187,21 @@ class Distill(Repeated):
         w, gradient_norm = softmax.fit(x, y, classes, best, steps=200)
         yield _row(f"all {len(y):,} images", softmax.accuracy(w, *test), gradient_norm)
 
+    def table(self, rows: list[Row]) -> list[Row]:
+        of = (*self.of, "read") if self.readers else self.of
+        return runs.mean_and_deviation(rows, self.by, of)
+
     def headline(self, table: list[Row], rows: list[Row]) -> Row:
         return {"test accuracy": table[0]["test accuracy"]}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
         distilled_set.draw(folder, *(folder / name for name in self.figures))
+
+
+def _range(images: Images) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest value of each channel in the training set, [C, 1, 1] each."""
+    x = images.x_train
+    return x.amin(dim=(0, 2, 3))[:, None, None], x.amax(dim=(0, 2, 3))[:, None, None]
 
 
 def _row(name: str, accuracy: float, gradient_norm: float | None = None) -> Row:
