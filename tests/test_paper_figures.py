@@ -48,6 +48,7 @@ SMALL = {
     "inverse-hessian": ("--hidden", 2, "--terms", 1, 5, 20, "--steps", 100),
     "generalisation": ("--settings", "wine", "mlp-500", "--budget", 0.001),
     "distill": ("--steps", 4),
+    "noisy-labels": ("--hyper-steps", 2, "--warmup", 5, "--steps", 5),
     "split": ("--steps", 3, "--examples", 40, "--shares", 0.2, 0.5),
     "overfit-all": ("--steps", 2, "--model", "linear"),
     "lstm": (
@@ -61,7 +62,15 @@ SMALL = {
 }
 
 # With two seeds. For augment and lstm, whose rows take seconds, another test takes two.
-TWICE = {"distill", "generalisation", "inverse-error", "inverse-hessian", "overfit-all", "split"}
+TWICE = {
+    "distill",
+    "generalisation",
+    "inverse-error",
+    "inverse-hessian",
+    "noisy-labels",
+    "overfit-all",
+    "split",
+}
 
 
 def reproduce(name, *options):

@@ -13,6 +13,7 @@ from .inverse_error import InverseError
 from .inverse_hessian import InverseHessian
 from .lstm import LSTM
 from .methods import Methods
+from .noisy_labels import NoisyLabels
 from .overfit import Overfit
 from .overfit_all import OverfitAll
 from .shapes import Shapes
@@ -20,7 +21,7 @@ from .split import Split
 
 # In the order that the command line lists them.
 _CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, Generalisation]
-_CLASSES += [InverseError, InverseHessian, LSTM, Methods, Overfit, OverfitAll, Split]
+_CLASSES += [InverseError, InverseHessian, LSTM, Methods, NoisyLabels, Overfit, OverfitAll, Split]
 EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 
 
