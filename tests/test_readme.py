@@ -68,6 +68,18 @@ def test_the_python_of_the_page_on_influence_runs():
     assert [s.status for s in names["found"].solves] == ["converged"]
 
 
+def test_the_python_of_the_page_on_weighing_data_runs(capsys):
+    page = README.parent / "docs" / "weigh-your-data.md"
+    torch.set_default_dtype(torch.float32)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert "tensor([" in capsys.readouterr().out
+    assert len(names["tuner"].history) == 40
+    batch = names["val"]
+    assert names["train_loss"](names["model"], names["weights"], batch).requires_grad
+
+
 def test_the_links_of_the_readme_exist():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8")):
         assert (README.parent / target).exists(), target
