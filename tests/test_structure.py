@@ -11,7 +11,7 @@ SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
     ["_tree", "_layout", "errors"],
-    ["solvers", "batches", "losses"],
+    ["solvers", "batches", "losses", "reports"],
     ["passes", "distributed", "hyperparameters", "memory", "parameters", "parts"],
     ["problem"],
     ["curvatures", "hypernetworks", "runs", "search", "_optuna"],
@@ -20,6 +20,8 @@ LAYERS = [
     ["tuner", "diagnostics", "influence"],
     ["testing", "cross_validation"],
     ["experiments"],
+    ["tuning"],
+    ["commands"],
     ["cli"],
     ["__main__"],
 ]

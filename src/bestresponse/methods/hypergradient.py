@@ -57,7 +57,15 @@ class Hypergradient:
         if self.agreement is not None:
             numbers["agreement"] = self.agreement
         if self.solve is not None:
-            names = ("products", "residual", "hypergradient_error", "damping_effect", "damping", "scale")
+            names = (
+                "products",
+                "residual",
+                "hypergradient_error",
+                "damping_effect",
+                "damping",
+                "scale",
+                "warm",
+            )
             numbers["status"] = str(self.solve.status)
             numbers |= {name: getattr(self.solve, name) for name in names}
         return numbers

@@ -16,6 +16,7 @@ from ..errors import ArgumentError, require_integer, require_number
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
 from .progress import Progress as Progress
+from .report import Report as Report
 from .run import Run
 from .watch import Watch as Watch
 
