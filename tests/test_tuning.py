@@ -1,7 +1,9 @@
 """The command for a problem of the user's: where it comes from, by which method, and the files of a run."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from bestresponse.errors import ArgumentTypeError, Error, nearest
 from bestresponse.experiments import catalogue
 from bestresponse.tuning import Setup
 from bestresponse.tuning.method_names import method_of
+from bestresponse.tuning.run import Tune
 from bestresponse.tuning.setup import made
 
 pytest.importorskip("matplotlib")
@@ -268,3 +271,21 @@ def test_the_file_of_init_is_better_after_tuning(tmp_path):
     losses = [row["watch_loss"] for row in rows_of(tmp_path / "run") if "watch_loss" in row]
     assert min(losses) < 0.9 * losses[0]
     sys.modules.pop("problem")
+
+
+def test_the_page_on_the_command_line_names_what_there_is(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text(encoding="utf-8")
+    setup, load, report = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "page.py").write_text(setup, encoding="utf-8")
+    torch.set_default_dtype(torch.float32)
+    assert tune("page.py:make_problem", "--steps", 2, "--out", "runs/first") == 0
+    for name in re.findall(r"\w+\.(?:pt|html|jsonl|json)\b", page.partition("## The report")[0]):
+        assert (tmp_path / "runs" / "first" / name).is_file()
+    given = made("page.py:make_problem")
+    weights, hyper = given.optimizers()
+    names = {"torch": torch, "br": br, "model": given.problem.model, "problem": given.problem}
+    exec(load, names)
+    exec(report, names | {"weights": weights, "hyper": hyper})
+    options = {f"--{name.replace('_', '-')}" for name in Tune.__dataclass_fields__}
+    assert set(re.findall(r"`(--[\w-]+)", page.partition("## The report")[0])) <= options
+    sys.modules.pop("page")

@@ -17,6 +17,7 @@ _KNOWN = {*_LOSSES, "hyper_step", "weight_step", "seconds", "hypergradient_norm"
 _KNOWN |= {"hypergradient_error", "damping_effect", "products", "damping", "scale"}
 _TITLES = {"watch_gap": "Watch loss minus validation loss"}
 _MOST_LINES = 8  # in one chart
+_MOST_MEASURED = 24  # numbers with a chart of their own
 _LAST_ROWS = 20
 _MOST_EVENTS = 50
 
@@ -111,13 +112,11 @@ def _losses(run: Recorded) -> str:
     others = [key for key in run.numbers if key.endswith("_loss") and key not in _LOSSES][: _MOST_LINES - 3]
     shown += [_line(run, key, key.removesuffix("_loss"), 3 + i, dashed=True) for i, key in enumerate(others)]
     watched = (
-        "The watch loss is measured on data that no gradient sees. " if "watch_loss" in run.numbers else ""
+        "No gradient sees the watch's data: if its loss rises while the validation loss falls, the hyperparameters "
+        "overfit the validation data. "
     )
-    caption = (
-        f"{watched}A validation loss that falls while the loss on new data rises shows that the hyperparameters "
-        f"overfit the validation data. The legend has the last values.{_places_of_lowest(run)}"
-    )
-    measured = [key for key in run.numbers if key not in _KNOWN and key not in others]
+    caption = (watched if "watch_loss" in run.numbers else "") + _places_of_lowest(run)
+    measured = [key for key in run.numbers if key not in _KNOWN and key not in others][:_MOST_MEASURED]
     figures = [
         charts.lines(_TITLES.get(key, key), [_line(run, key, "last", i)]) for i, key in enumerate(measured)
     ]
@@ -132,7 +131,7 @@ def _places_of_lowest(run: Recorded) -> str:
         points = [(y, x) for x, y in zip(*run.series(key), strict=True) if is_number(y)]
         if points:
             places.append(f"the {_LOSSES[key]} loss at hyper-step {min(points)[1]:,}")
-    return f" Lowest: {', '.join(places)}." if places else ""
+    return f"Lowest: {', '.join(places)}." if places else ""
 
 
 def _hypergradients(run: Recorded) -> str:
