@@ -34,6 +34,7 @@ _EXPERIMENTS = {
     "inverse-hessian": "the inverse of a training Hessian by Neumann series and exactly",
     "lstm": "the dropout rates of a language model, tuned in seven ways",
     "methods": "tables 1 and 2: the error and cost of each method, and its memory",
+    "noisy-labels": "weights of images whose labels may be wrong, tuned on a few right ones",
     "overfit": "a weight decay for every weight, until the validation set is overfitted",
     "overfit-all": "the same with each network on each data set, side by side",
     "split": "weight decay tuned on each split of a fixed number of examples",

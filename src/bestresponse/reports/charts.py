@@ -164,6 +164,7 @@ def _svg(title: str, draw: Any) -> str:
             (0.145, 0.165, 0.84, 0.82)
         )  # a layout that measures the labels takes twice the time
         axes.locator_params(axis="x", nbins=7)
+        axes.yaxis.set_major_formatter(_number)
         draw(axes)
         canvas: Any = FigureCanvasSVG(figure)
         canvas.print_svg(file, metadata={"Date": None, "Creator": None, "Type": None})
@@ -185,16 +186,21 @@ def _themed(svg: str, title: str) -> str:
 
 
 def _scale(axes: "Axes", values: Sequence[float]) -> None:
-    """A logarithmic axis where positive values span more than a factor of thirty."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    """A logarithmic axis if positive values span more than a factor of thirty."""
+    from matplotlib.ticker import LogLocator, NullLocator
 
     if min(values) <= 0.0 or max(values) < 30.0 * min(values):
         return
     axes.set_yscale("log")
     subs = (1.0, 3.0) if max(values) < 1e3 * min(values) else (1.0,)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(_number)
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _number(value: float, _: float = 0.0) -> str:
+    """A number beside an axis, without a common exponent above the chart."""
+    return f"{value:.6g}"
 
 
 def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -212,8 +218,7 @@ def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[
 
 
 def _last(values: Sequence[float]) -> str:
-    finite = [value for value in values if is_number(value)]
-    return page.shown(finite[-1]) if is_number(values[-1]) else "not finite"
+    return page.shown(values[-1] if is_number(values[-1]) else None)
 
 
 def _colour(number: int) -> str:
