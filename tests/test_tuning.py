@@ -125,6 +125,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, capsys):
     assert tune(*words, "--steps", 5, "--out", parts, "--resume") == 0
     assert without_time(rows_of(parts)) == without_time(rows_of(whole))
     assert json.loads((parts / "config.json").read_text())["resumed_after"] == [3]
+    assert "1 (3)" in (parts / "report.html").read_text(encoding="utf-8")
     assert tune("mine:make_problem", "--steps", 5, "--out", parts, "--resume", "--seed", 1) == 1
     assert "it had seed=0" in capsys.readouterr().err
     assert tune("mine:make_problem", "--out", tmp_path / "none", "--resume") == 1

@@ -76,9 +76,10 @@ class Report:
 
     def _write(self, tuner: SavedRun) -> None:
         ended = tuner.hyper_step >= tuner.last_hyper_step or tuner.stopped is not None
+        steps = {"steps": tuner.last_hyper_step} if tuner.last_hyper_step else {}  # else they are unknown
         run = Recorded(
             self.path.resolve().parent.name,
-            {"steps": tuner.last_hyper_step} | self.config | settings(tuner) | {"versions": versions()},
+            steps | self.config | settings(tuner) | {"versions": versions()},
             tuner.history,
             {"stopped": tuner.stopped} if ended else None,
             self._write_tensors(tuner),

@@ -12,7 +12,6 @@ import torch
 from .. import _layout
 from ..errors import require, require_integer
 from ..experiments import runs
-from ..reports import Recorded, write_report
 from ..runs import callbacks
 from ..runs.report import settings, versions
 from ..tuner import Tuner
@@ -38,7 +37,8 @@ class Tune:
     steps: int = 1000
     """Hyper-steps of the whole run; a resumed run makes those that are missing."""
     out: Path | None = None
-    """The folder to write to; the default is runs/tune-FUNCTION."""
+    """The folder to write to; the default is runs/tune-FUNCTION. Without --resume, files of an earlier run there are
+    replaced."""
     resume: bool = False
     """Continue the run in the folder from its last checkpoint."""
     weight_steps: int = 1
@@ -72,8 +72,9 @@ class Tune:
         torch.manual_seed(self.seed)
         setup = made(self.place)
         folder = self.out or Path("runs") / f"tune-{self.place.rpartition(':')[2]}"
-        tuner, config = self._tuner(setup, folder)
-        self._begin(tuner, config, folder)
+        report = callbacks.Report(folder / "report.html", config={"command": "tune", **runs.as_json(self)})
+        tuner = self._tuner(setup, folder, report)
+        self._begin(tuner, report, folder)
         self._fit(tuner, setup, folder)
         _finish(tuner, folder, self.seed)
 
@@ -87,8 +88,7 @@ class Tune:
         ):
             require_integer(f"--{name.replace('_', '-')}", getattr(self, name), least)
 
-    def _tuner(self, setup: Setup, folder: Path) -> tuple[Tuner, dict[str, Any]]:
-        """The tuner, and the run's configuration."""
+    def _tuner(self, setup: Setup, folder: Path, report: callbacks.Report) -> Tuner:
         watch = None if setup.watch is None else callbacks.Watch(setup.watch, self.watch_every)
         require(
             watch is not None or not self.patience,
@@ -96,12 +96,10 @@ class Tune:
             "0 without a watch in the Setup",
             self.patience,
         )
-        options = {"command": "tune", **runs.as_json(self)}
-        report = callbacks.Report(folder / "report.html", config=options)
         stop = [callbacks.EarlyStopping("watch_loss", self.patience)] if self.patience else []
         own: list[Any] = [callbacks.Progress(), callbacks.JSONLines(folder / "metrics.jsonl"), report]
         weight_optimizer, hyper_optimizer = setup.optimizers()
-        tuner = Tuner(
+        return Tuner(
             setup.problem,
             weight_optimizer,
             hyper_optimizer,
@@ -116,15 +114,16 @@ class Tune:
             watch=watch,
             callbacks=[*setup.callbacks, *stop, *own, callbacks.Checkpoint(folder / _STATE, self.save_every)],
         )
-        return tuner, options | settings(tuner) | {"versions": versions()}
 
-    def _begin(self, tuner: Tuner, config: dict[str, Any], folder: Path) -> None:
+    def _begin(self, tuner: Tuner, report: callbacks.Report, folder: Path) -> None:
         """Make the folder, or load the run that is in it."""
+        config = report.config | settings(tuner) | {"versions": versions()}
         resumed = list(runs.read_config(folder).get("resumed_after", [])) if self.resume else []
         runs.begin(folder, config, [_TUNED, "report.html", "hyperparameters.json"], self.resume)
         if self.resume:
             tuner.load(folder / _STATE)
             resumed.append(tuner.hyper_step)
+        report.config["resumed_after"] = resumed
         runs.write_whole(folder / "config.json", config | {"resumed_after": resumed})
 
     def _fit(self, tuner: Tuner, setup: Setup, folder: Path) -> None:
@@ -140,7 +139,7 @@ class Tune:
 
 
 def _finish(tuner: Tuner, folder: Path, seed: int) -> None:
-    """Write the tuned state, the result and the report, and print the result."""
+    """Write the tuned state and the result, and print the result."""
     last = tuner.history[-1]
     titles = {"train_loss": "training loss", "val_loss": "validation loss"}
     titles |= {} if tuner.watch is None else {"watch_loss": "watch loss"}
@@ -157,7 +156,6 @@ def _finish(tuner: Tuner, folder: Path, seed: int) -> None:
     result = {"headline": headline, "rows": rows, "seed": seed, "versions": versions()}
     result |= {"seconds": round(last["seconds"], 1), "stopped": tuner.stopped}
     runs.write_whole(folder / "result.json", result)
-    write_report(Recorded.read(folder), folder / "report.html")
     stopped = f"The run stopped early: {tuner.stopped}." if tuner.stopped else ""
     state_of = f"{folder / _TUNED} holds the state after hyper-step {kept['hyper_step']}: model and hyper."
     parts = [_layout.table(rows), *(_layout.fold(text) for text in (stopped, state_of) if text)]
