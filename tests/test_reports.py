@@ -183,6 +183,24 @@ def test_texts_cannot_break_the_page(tmp_path):
     assert "<script" not in (folder / "report.html").read_text(encoding="utf-8")
 
 
+def test_summaries_of_another_form_do_not_stop_a_report(tmp_path):
+    odd = [
+        4810,
+        {"a": 3},
+        {"a": {}},
+        {"a": {"value": [None, 1.0]}},
+        {"a": {"quantiles": []}},
+        {"a": {"value": [1.0]}},
+    ]
+    rows = [row(i + 1, hyperparameters=each) for i, each in enumerate(odd)]
+    assert "a over time" in report_of(write(tmp_path / "run", rows))
+    rows = [
+        row(1, hyperparameters={"a": {"quantiles": [1.0, 2.0]}}),
+        row(2, hyperparameters={"a": {"quantiles": []}}),
+    ]
+    report_of(write(tmp_path / "run", rows))
+
+
 def test_rows_of_several_runs_are_a_table_without_charts(tmp_path):
     rows = [row(1, seed=0), row(2, seed=0), row(1, seed=1)]
     shown = report_of(write(tmp_path / "run", rows, {"experiment": "inverse-error"}))

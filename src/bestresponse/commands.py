@@ -81,7 +81,7 @@ class Init:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("x", encoding="utf-8") as file:
-                file.write(template.read_text(encoding="utf-8").replace("{file}", str(self.file)))
+                file.write(template.read_text(encoding="utf-8").replace("{file}", self.file.as_posix()))
         except FileExistsError as error:
             raise ArgumentError(
                 f"init writes a new file; {self.file} exists. Choose another name."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import require_package
 from . import page
-from .recorded import is_number
+from .recorded import Row, is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ def lines(
 
 def fan(title: str, x: Sequence[float], quantiles: Sequence[Sequence[float]], caption: str = "") -> str:
     """A figure of many values over time: bands between minimum, 5, 25, 50, 75 and 95 per cent, and maximum."""
-    columns = [list(column) for column in zip(*quantiles, strict=True)]
+    columns = [list(column) for column in zip(*quantiles, strict=False)]
     if not columns or not any(map(is_number, columns[len(columns) // 2])):
         return ""
     step = math.ceil(len(x) / _POINTS)
@@ -108,31 +108,22 @@ def fan(title: str, x: Sequence[float], quantiles: Sequence[Sequence[float]], ca
     return page.figure(title, _svg(title, draw), caption)
 
 
-def histogram(
-    title: str, first: dict[str, Any] | None, last: dict[str, Any] | None, caption: str = ""
-) -> str:
+def histogram(title: str, last: Row, first: Row | None = None, caption: str = "") -> str:
     """A figure with a histogram, {"edges": [n + 1], "counts": [n]}, and the outline of an earlier one."""
-    parts = [
-        (h, c) for h, c in ((first, 5), (last, 0)) if h and h.get("counts") and sum(map(float, h["counts"]))
-    ]
-    if not parts:
-        return ""
 
     def draw(axes: "Axes") -> None:
-        for found, colour in parts:
-            if colour and sum(map(bool, found["counts"])) == 1:  # equal values
-                axes.axvline(
-                    0.5 * (found["edges"][0] + found["edges"][-1]), color=_colour(colour), linestyle="--"
-                )
-                continue
-            edges, counts = found["edges"], found["counts"]
-            share = [n / sum(counts) / (b - a) for n, (a, b) in zip(counts, pairwise(edges), strict=True)]
-            axes.stairs(
-                share, edges, color=_colour(colour), fill=colour == 0, alpha=0.5 if colour == 0 else 1.0
-            )
-        axes.set_ylim(0.0, 1.25 * max(share))  # equal values at the start would flatten the rest
+        density = _density(last)
+        axes.stairs(density, last["edges"], color=_colour(0), fill=True, alpha=0.5)
+        if first is not None:
+            axes.stairs(_density(first), first["edges"], color=_colour(5))
+        axes.set_ylim(0.0, 1.25 * max(density))  # equal values at the start would flatten the rest
 
     return page.figure(title, _svg(title, draw), caption)
+
+
+def _density(histogram: Row) -> list[float]:
+    edges, counts = histogram["edges"], histogram["counts"]
+    return [n / sum(counts) / (b - a) for n, (a, b) in zip(counts, pairwise(edges), strict=True)]
 
 
 def image(pixels: Sequence[Any], title: str) -> str:

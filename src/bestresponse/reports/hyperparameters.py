@@ -2,72 +2,47 @@
 
 import base64
 import math
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from . import charts, page
 from .charts import Line
-from .recorded import Recorded, is_number
+from .recorded import Recorded, Row, is_number
 
 _MOST_LINES = 8  # in one chart
-_MOST_CHARTS = 24
+_MOST_TENSORS = 12  # with charts
 
 
 def section(run: Recorded) -> str:
     """Charts of the hyperparameters over time, and histograms by tensor."""
-    figures = [*_over_time(run)]
-    tensors = run.tensors.get("tensors", {})
-    for name, found in list(tensors.items())[: max(0, _MOST_CHARTS - len(figures))]:
-        title = f"{name}, all values"
-        figures.append(
-            charts.histogram(
-                title,
-                found.get("first"),
-                found.get("last"),
-                f"Density of the values, shape {found.get('shape')}. Grey: at the first hyper-step.",
-            )
-        )
-    names = dict.fromkeys([*_names(run), *tensors])
-    left = len(names) - _MOST_CHARTS
-    more = f"{len(names)} hyperparameters; the charts show the first ones." if left > 0 else ""
-    about = (
-        "Values are those of the parameters themselves, for example logarithms of weight decays."
-        if names
-        else ""
+    summaries, tensors = run.summaries, run.tensors.get("tensors", {})
+    figures = [
+        _over_time(name, *zip(*rows, strict=True)) for name, rows in list(summaries.items())[:_MOST_TENSORS]
+    ]
+    for name, found in list(tensors.items())[:_MOST_TENSORS]:
+        caption = f"Density of the values, shape {found.get('shape')}. Grey: at the first hyper-step."
+        figures.append(charts.histogram(f"{name}, all values", found["last"], found.get("first"), caption))
+    count = max(len(summaries), len(tensors))
+    more = f"The first {_MOST_TENSORS} of {count} tensors." if count > _MOST_TENSORS else ""
+    return page.section("Hyperparameters", page.paragraph(more, "soft"), page.grid(figures))
+
+
+def _over_time(name: str, x: Sequence[float], summaries: Sequence[Row]) -> str:
+    """Lines for a few values, bands for many."""
+    title = f"{name} over time"
+    if all("quantiles" in summary for summary in summaries):
+        caption = "Line: the median. Bands: 25 to 75, 5 to 95, and 0 to 100 per cent of the values."
+        return charts.fan(title, x, [_numeric(summary["quantiles"]) for summary in summaries], caption)
+    values = [_numeric(summary.get("value", [])) for summary in summaries]
+    columns = [list(column) for column in zip_longest(*values, fillvalue=math.nan)][:_MOST_LINES]
+    labels = [f"[{i}]" for i in range(len(columns))] if len(columns) > 1 else ["last"]
+    return charts.lines(
+        title, [Line(n, x, y, i) for i, (n, y) in enumerate(zip(labels, columns, strict=True))]
     )
-    return page.section(
-        "Hyperparameters", page.paragraph(f"{about} {more}".strip(), "soft"), page.grid(figures)
-    )
 
 
-def _names(run: Recorded) -> list[str]:
-    return list(dict.fromkeys(name for row in run.history for name in row.get("hyperparameters") or {}))
-
-
-def _over_time(run: Recorded) -> list[str]:
-    """A chart for each hyperparameter: lines for a few values, bands for many."""
-    figures = []
-    for name in _names(run)[: _MOST_CHARTS // 2]:
-        x, summaries = [], []
-        for row in run.history:
-            summary = (row.get("hyperparameters") or {}).get(name)
-            if isinstance(summary, dict):
-                x.append(row["hyper_step"])
-                summaries.append(summary)
-        many = [(at, s["quantiles"]) for at, s in zip(x, summaries, strict=True) if s.get("quantiles")]
-        if many:
-            caption = "Line: the median. Bands: 25 to 75, 5 to 95, and 0 to 100 per cent of the values."
-            at, quantiles = zip(*many, strict=True)
-            figures.append(charts.fan(f"{name} over time", at, [_numeric(q) for q in quantiles], caption))
-            continue
-        values = [_numeric(summary.get("value") or []) for summary in summaries]
-        columns = [list(column) for column in zip(*values, strict=False)][:_MOST_LINES]
-        several = len(columns) > 1
-        entries = [Line(f"[{i}]" if several else name, x, y, i) for i, y in enumerate(columns)]
-        figures.append(charts.lines(f"{name} over time", entries))
-    return figures
-
-
-def _numeric(values: Any) -> list[float]:
+def _numeric(values: Sequence[Any]) -> list[float]:
     return [float(value) if is_number(value) else math.nan for value in values]
 
 

@@ -87,6 +87,15 @@ class Recorded:
         keys = dict.fromkeys(key for row in self.history for key in row)
         return [key for key in keys if any(is_number(row.get(key)) for row in self.history)]
 
+    @cached_property
+    def summaries(self) -> dict[str, list[tuple[float, Row]]]:
+        """The summaries of each hyperparameter, with their hyper-steps."""
+        found: dict[str, list[tuple[float, Row]]] = {}
+        for row in self.history:
+            for name, summary in _mapping(row.get("hyperparameters")).items():
+                found.setdefault(name, []).append((row["hyper_step"], _mapping(summary)))
+        return found
+
 
 def _rows(path: Path) -> tuple[list[Row], int]:
     """The rows of a file, and how many lines of it cannot be read."""

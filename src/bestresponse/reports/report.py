@@ -208,7 +208,7 @@ def _table(run: Recorded) -> str:
     """The result's table, and the last rows."""
     rows = (run.result or {}).get("rows")
     final = page.table([row for row in rows if isinstance(row, dict)]) if isinstance(rows, list) else ""
-    last = [{k: x for k, x in row.items() if k != "hyperparameters"} for row in run.rows[-_LAST_ROWS:]]
+    last = [{k: x for k, x in row.items() if not isinstance(x, dict)} for row in run.rows[-_LAST_ROWS:]]
     return page.section("Result", final, page.fold_out(f"the last {len(last)} rows", page.table(last)))
 
 
