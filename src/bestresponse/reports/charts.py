@@ -103,6 +103,7 @@ def fan(title: str, x: Sequence[float], quantiles: Sequence[Sequence[float]], ca
                 at, low, high, color=_colour(0), alpha=(0.15, 0.25, 0.4)[min(inner, 2)], linewidth=0
             )
         axes.plot(at, bands[len(bands) // 2], color=_colour(0), linewidth=1.8)
+        _scale(axes, [value for band in bands for value in band if is_number(value)])
         axes.set_xlabel("hyper-step")
 
     return page.figure(title, _svg(title, draw), caption)
@@ -110,20 +111,32 @@ def fan(title: str, x: Sequence[float], quantiles: Sequence[Sequence[float]], ca
 
 def histogram(title: str, last: Row, first: Row | None = None, caption: str = "") -> str:
     """A figure with a histogram, {"edges": [n + 1], "counts": [n]}, and the outline of an earlier one."""
+    parts = [part for part in (first, last) if part is not None]
+    logarithmic = all(part["edges"][0] > 0.0 for part in parts) and _wide(last["edges"])
 
     def draw(axes: "Axes") -> None:
-        density = _density(last)
+        if logarithmic:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(_number)
+        density = _density(last, logarithmic)
         axes.stairs(density, last["edges"], color=_colour(0), fill=True, alpha=0.5)
         if first is not None:
-            axes.stairs(_density(first), first["edges"], color=_colour(5))
+            axes.stairs(_density(first, logarithmic), first["edges"], color=_colour(5))
         axes.set_ylim(0.0, 1.25 * max(density))  # equal values at the start would flatten the rest
 
     return page.figure(title, _svg(title, draw), caption)
 
 
-def _density(histogram: Row) -> list[float]:
+def _density(histogram: Row, logarithmic: bool) -> list[float]:
+    """The share of values by unit of the axis."""
     edges, counts = histogram["edges"], histogram["counts"]
-    return [n / sum(counts) / (b - a) for n, (a, b) in zip(counts, pairwise(edges), strict=True)]
+    places = [math.log10(edge) if logarithmic else edge for edge in edges]
+    return [n / sum(counts) / (b - a) for n, (a, b) in zip(counts, pairwise(places), strict=True)]
+
+
+def _wide(values: Sequence[float]) -> bool:
+    """Whether they are positive and span more than a factor of thirty, which asks for a logarithmic axis."""
+    return min(values) > 0.0 and max(values) >= 30.0 * min(values)
 
 
 def image(pixels: Sequence[Any], title: str) -> str:
@@ -180,7 +193,7 @@ def _scale(axes: "Axes", values: Sequence[float]) -> None:
     """A logarithmic axis if positive values span more than a factor of thirty."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    if min(values) <= 0.0 or max(values) < 30.0 * min(values):
+    if not _wide(values):
         return
     axes.set_yscale("log")
     subs = (1.0, 3.0) if max(values) < 1e3 * min(values) else (1.0,)

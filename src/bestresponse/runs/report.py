@@ -142,12 +142,15 @@ def _histograms(values: Mapping[str, Tensor]) -> dict[str, Any]:
         if len(numbers) < 2:
             continue
         low, high = float(numbers.min()), float(numbers.max())
-        # Equal values get a bin of their own, wider than rounding.
+        logarithmic = low > 0.0 and high >= 30.0 * low  # as the axis of the chart
+        if logarithmic:
+            numbers, low, high = numbers.log10(), math.log10(low), math.log10(high)
+        # Equal values get bins around them that are wider than rounding.
         margin = 0.5 * max(1e-3, 1e-3 * abs(low)) if high - low <= 1e-9 * max(1.0, abs(low)) else 0.0
         low, high = low - margin, high + margin
         counts = torch.histc(numbers, _BINS, low, high)
         edges = torch.linspace(low, high, _BINS + 1, dtype=torch.float64)
-        found[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
+        found[name] = {"edges": (10.0**edges if logarithmic else edges).tolist(), "counts": counts.tolist()}
     return found
 
 
