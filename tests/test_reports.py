@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -329,3 +330,11 @@ def test_the_order_of_a_report_is_the_same_each_time(tmp_path):
     write_report(run, tmp_path / "a.html")
     write_report(run, tmp_path / "b.html")
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(br.Error, match=r"pip install 'bestresponse\[report\]'"):
+        br.callbacks.Report(tmp_path / "report.html")
+    assert cli.main(["report", str(write(tmp_path / "run", [row(1), row(2)]))]) == 1
+    assert "bestresponse[report]" in capsys.readouterr().err
