@@ -12,7 +12,7 @@ _PARTS = ("hyper_optimizer", "hyper_scheduler")
 _PROGRESS = ("hyper_step", "weight_step", "history")
 
 
-def state_of(tuner: Tuner) -> dict[str, Any]:
+def state_of(tuner: Tuner, **more: Any) -> dict[str, Any]:
     """Hyperparameters, their optimiser and scheduler, the method's memory, callbacks and history, as plain data."""
     problem = tuner.problem
     state = {
@@ -24,6 +24,7 @@ def state_of(tuner: Tuner) -> dict[str, Any]:
         },
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
+        **more,
     }
     return {name: _as_data(value, name) for name, value in state.items()}
 

@@ -163,8 +163,8 @@ class Tuning:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that tuning needs to continue, as tensors and plain data."""
-        own = {"val_batches": self.val_batches.state(), "losses": [float(x) for x in self.losses]}
-        return state_of(self.tuner) | own
+        losses = [float(x) for x in self.losses]
+        return state_of(self.tuner, val_batches=self.val_batches.state(), losses=losses)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict` of a tuning that was made in the same way.
