@@ -31,9 +31,9 @@ class TrainerTuning(LateTuning, TrainerCallback):
         trainer.train()
 
     In training the Trainer's loss is ``problem.train_loss``; evaluation keeps the Trainer's own. A hyper-step comes
-    after every ``weight_steps`` steps of the optimiser, and takes all batches of an accumulation. Its numbers are
-    logged as often as the Trainer logs, as ``hyper/val_loss`` and so on. Each checkpoint of the Trainer gets one more
-    file, ``bestresponse.pt``, from which ``trainer.train(resume_from_checkpoint=...)`` continues. Clipping,
+    after every ``weight_steps`` steps of the optimiser, and takes all batches of an accumulation. Whenever the Trainer
+    logs, it also logs the last hyper-step, as ``hyper/val_loss`` and so on. Each checkpoint of the Trainer gets the
+    file ``bestresponse.pt`` too, from which ``trainer.train(resume_from_checkpoint=...)`` continues. Clipping,
     precision and schedulers of the weights are the Trainer's. `TrainerTuning.history` has the rows.
 
     Args:
@@ -65,7 +65,7 @@ class TrainerTuning(LateTuning, TrainerCallback):
         self._trainer = trainer
         self._evaluation_loss, self._train = trainer.compute_loss, trainer.train
         self._seen: list[tuple[Any, Tensor]] = []
-        self._logged = -1
+        self._unlogged: dict[str, Any] | None = None
         self._checkpoint: str | None = None
         trainer.compute_loss, trainer.train = self._loss, self._train_and_end
         # Else the Trainer takes the loss for a sum over the accumulated batches, and does not divide it.
@@ -107,13 +107,17 @@ class TrainerTuning(LateTuning, TrainerCallback):
     ) -> None:
         assert self.tuning is not None
         seen, self._seen = self._seen, []
-        row = None
         for number, (batch, loss) in enumerate(seen, 1):
             row = self.tuning.after_batch(batch, loss, stepped=number == len(seen))
-        if row is not None:
-            self._report(row, state)
+            self._unlogged = self._unlogged if row is None else row
+        self._log(control)
         if self.tuning.tuner.stopped is not None:
             control.should_training_stop = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._log(control)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -145,11 +149,11 @@ class TrainerTuning(LateTuning, TrainerCallback):
         self._seen.append((inputs, loss.detach()))
         return (loss, None) if return_outputs else loss
 
-    def _report(self, row: dict[str, Any], state: TrainerState) -> None:
-        """Log a hyper-step if the Trainer logs, and not more often."""
-        if self._logged < 0 or state.global_step - self._logged >= state.logging_steps > 0:
-            self._logged = state.global_step
-            self._trainer.log(numbers_of(row))
+    def _log(self, control: TrainerControl) -> None:
+        """Log the last hyper-step where the Trainer logs."""
+        if control.should_log and self._unlogged is not None:
+            self._trainer.log(numbers_of(self._unlogged))
+            self._unlogged, control.should_log = None, True  # which `log` has unset
 
 
 def _check_trainer(trainer: object) -> None:
