@@ -242,3 +242,27 @@ def test_a_missing_library_is_named_with_its_extra(name, package, monkeypatch):
         br.Error, match=f"needs the package '{package}'.*pip install 'bestresponse\\[{package}\\]'"
     ):
         getattr(integrations, name)
+
+
+class Wrapper:
+    """As accelerate wraps loaders: it has ``state_dict``, which works only if the inner loader has one."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def state_dict(self):
+        return self.batches.state
+
+    def load_state_dict(self, state):
+        self.batches.state = state
+
+
+def test_a_loader_whose_inner_loader_has_no_state_is_replayed():
+    tuning = Tuning(make(), Wrapper(loops.batches(loops.data()[1])))
+    next(tuning.val_batches)
+    again = Tuning(make(), Wrapper(loops.batches(loops.data()[1])))
+    again.load_state_dict(tuning.state_dict())
+    assert torch.equal(next(again.val_batches)[0], next(tuning.val_batches)[0])

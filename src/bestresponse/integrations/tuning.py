@@ -46,7 +46,7 @@ class Tuning:
 
     Raises:
         ArgumentError: ``tuner`` has clip_weights or a weight_scheduler; or ``val_batches`` is not a collection that can
-            be iterated repeatedly.
+            be iterated repeatedly, or was prepared by accelerate.
     """
 
     def __init__(
@@ -63,6 +63,12 @@ class Tuning:
                     f"the tuner must leave {name} out, since the training loop does it; got {getattr(tuner, name)!r}. "
                     "Use the loop's own setting."
                 )
+        if any(kind.__module__.startswith("accelerate.") for kind in type(val_batches).__mro__):
+            raise ArgumentError(
+                "val_batches must not be prepared by accelerate, whose gradient accumulation would follow this loader "
+                "instead of the training loader; got a prepared one. Pass the plain loader, and "
+                "place=lambda batch: accelerate.utils.send_to_device(batch, accelerator.device)."
+            )
         self.tuner, self.context, self.place = tuner, context, place
         self.val_batches = Stream("val_batches", val_batches)
         self.losses: list[Tensor] = []
