@@ -60,8 +60,7 @@ class Tuner:
             ``tuner.watch`` keeps the state that is best on it; see `callbacks.Watch`.
 
     Attributes:
-        history: a dict for each hyper-step, with the losses and the report of the solve, including the damping or
-            scale that it chose.
+        history: a dict for each hyper-step: losses, the report of the solve, and a summary of the hyperparameters.
         hyper_step, weight_step: the numbers of steps made.
 
     Raises:
@@ -154,6 +153,7 @@ class Tuner:
         row = self._move_hyperparameters(losses, train_batch, val_batch)
         now, before = time.perf_counter(), self.history[-1]["seconds"] if self.history else 0.0
         row["seconds"], self._clock = before + now - self._clock, now
+        row |= self._hyper_steps.summary.of(self.hyper_step, self.last_hyper_step)
         self.history.append(row)
         # Checkpoints come last, since other callbacks may change the row.
         for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):

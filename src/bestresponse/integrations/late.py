@@ -11,6 +11,7 @@ from ..errors import ArgumentTypeError
 from ..methods import Method
 from ..problem import Problem
 from ..runs.requirements import check_hyper_optimizer, check_weight_optimizer
+from ..runs.summary import flat_numbers
 from ..runs.weight_steps import WeightSteps
 from ..tuner import Tuner
 from .tuning import Context, Tuning
@@ -101,5 +102,4 @@ def _follow_the_weights(problem: Problem) -> None:
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a row of the history, under ``hyper/`` names, for a trainer's loggers."""
-    plain = {k: v for k, v in row.items() if isinstance(v, int | float) and not k.endswith("_step")}
-    return {f"hyper/{name}": float(value) for name, value in plain.items()}
+    return {f"hyper/{name}": x for name, x in flat_numbers(row).items() if not name.endswith("_step")}
