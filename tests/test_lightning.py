@@ -247,3 +247,25 @@ def test_the_whole_module_may_be_the_model(tmp_path):
     for name, rate in decay.named_parameters():
         torch.testing.assert_close(rate.detach(), expected[name.replace("net.", "")], rtol=1e-5, atol=1e-6)
     assert copy.deepcopy(decay.state_dict()).keys() == dict(decay.named_parameters()).keys()
+
+
+def test_a_checkpoint_without_tuning_is_warned_of(tmp_path):
+    module = Module()
+    first = trainer(tmp_path)
+    first.fit(module, loader())
+    first.save_checkpoint(tmp_path / "plain.ckpt")
+    tuning = tune(module, weight_steps=2)
+    with pytest.warns(br.BestResponseWarning, match="tuning begins anew"):
+        trainer(tmp_path, tuning, max_steps=10).fit(module, loader(), ckpt_path=tmp_path / "plain.ckpt")
+    assert len(tuning.history) == 1
+
+
+def test_hyperparameters_in_half_precision_are_warned_of(tmp_path):
+    module = Module()
+    with pytest.warns(br.BestResponseWarning, match="small steps are lost in half precision"):
+        trainer(tmp_path, tune(module, weight_steps=4), precision="bf16-true").fit(module, loader())
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(br.Error, match=r"must be arguments of Tuner.*\['every'\]"):
+        tune(Module(), every=3)

@@ -1,5 +1,7 @@
 """A `Tuning` that begins when a trainer has made its optimiser of the weights."""
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, BestResponseWarning, named
 from ..methods import Method
 from ..problem import Problem
 from ..runs.requirements import check_hyper_optimizer, check_weight_optimizer
@@ -43,6 +45,11 @@ class LateTuning:
         if not isinstance(problem, Problem):
             raise ArgumentTypeError(f"{type(self).__name__} needs a Problem; got {type(problem).__name__}.")
         check_hyper_optimizer(problem, hyper_optimizer)
+        known = inspect.signature(Tuner).parameters.keys()
+        if unknown := sorted(settings.keys() - known):
+            raise ArgumentTypeError(
+                f"settings of {type(self).__name__} must be arguments of Tuner, such as weight_steps; got {unknown}."
+            )
         self.problem, self.hyper_optimizer, self.val_batches = problem, hyper_optimizer, val_batches
         self.method, self.settings = method, settings
         self._saved: Mapping[str, Any] | None = None
@@ -57,6 +64,7 @@ class LateTuning:
     ) -> Tuning:
         """Begin, or go on after an earlier training, with the optimiser that the trainer has made."""
         _follow_the_weights(self.problem)
+        _warn_of_half_precision(self.problem)
         if self.tuning is None:
             tuner = Tuner(self.problem, weight_optimizer, self.hyper_optimizer, self.method, **self.settings)
             self.tuning = Tuning(tuner, self.val_batches)
@@ -70,6 +78,16 @@ class LateTuning:
             tuning.load_state_dict(self._saved)
             self._saved = None
         return tuning.__enter__()
+
+    def warn_without_state(self, place: str) -> None:
+        """Warn if a checkpoint that training resumes from has no state of the tuning."""
+        if self.tuning is None and self._saved is None:
+            warnings.warn(
+                f"the checkpoint {place!r} was written without {type(self).__name__}: tuning begins anew, with the "
+                "present hyperparameters.",
+                BestResponseWarning,
+                stacklevel=3,
+            )
 
     def end(self) -> None:
         """End, also after an error."""
@@ -98,6 +116,17 @@ def _follow_the_weights(problem: Problem) -> None:
     here = {p.device.type for p in problem.hyperparameters.values()}
     if here == {"cpu"} and device.type != "cpu":
         problem.hyper.to(device)
+
+
+def _warn_of_half_precision(problem: Problem) -> None:
+    half = [n for n, p in problem.hyperparameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
+    if half:
+        problem.warn_once(
+            "half precision",
+            f"hyperparameters should be in float32, since small steps are lost in half precision; got {named(half)} in "
+            f"{problem.hyperparameters[half[0]].dtype}. Keep their module outside the module that the trainer "
+            'converts, or use mixed precision ("bf16-mixed").',
+        )
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:

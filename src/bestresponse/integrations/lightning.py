@@ -65,6 +65,8 @@ class LightningTuning(LateTuning, L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         steps = trainer.estimated_stepping_batches
         precision: Precision = trainer.precision_plugin
+        if trainer.ckpt_path is not None:
+            self.warn_without_state(str(trainer.ckpt_path))
         self.begin(
             _optimizer_of(self.problem, trainer.optimizers),
             int(steps) if steps != float("inf") else None,
