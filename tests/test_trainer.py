@@ -204,6 +204,7 @@ def test_the_last_hyper_step_is_logged_where_the_trainer_logs(tmp_path):
     assert [log["step"] for log in logged] == [4, 8]
     assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [4, 8]
     assert logged[1]["hyper/val_loss"] == tuning.history[7]["val_loss"]
+    assert not any("hyperparameters" in name for name in logged[0])
     trainer, _ = make(tmp_path, logging_strategy="no")
     trainer.train()
     assert not any("hyper/val_loss" in log for log in trainer.state.log_history)
@@ -292,6 +293,9 @@ def test_lasso_weights_stop_at_zero_and_clipping_is_refused(tmp_path):
 
 def test_losses_of_the_trainer_are_refused(tmp_path):
     trainer, tuning = make(tmp_path)
+    with pytest.raises(br.Error, match="takes one TrainerTuning"):
+        TrainerTuning(trainer, tuning.problem, tuning.hyper_optimizer, [])
+    trainer.remove_callback(tuning)
     trainer.args.label_smoothing_factor = 0.1
     with pytest.raises(br.Error, match="got label_smoothing_factor"):
         TrainerTuning(trainer, tuning.problem, tuning.hyper_optimizer, [])

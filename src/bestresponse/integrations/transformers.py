@@ -31,10 +31,11 @@ class TrainerTuning(LateTuning, TrainerCallback):
         trainer.train()
 
     In training the Trainer's loss is ``problem.train_loss``; evaluation keeps the Trainer's own. A hyper-step comes
-    after every ``weight_steps`` steps of the optimiser, and takes all batches of an accumulation. Whenever the Trainer
-    logs, it also logs the last hyper-step, as ``hyper/val_loss`` and so on. Each checkpoint of the Trainer gets the
-    file ``bestresponse.pt`` too, from which ``trainer.train(resume_from_checkpoint=...)`` continues. Clipping,
-    precision and schedulers of the weights are the Trainer's. `TrainerTuning.history` has the rows.
+    after every ``weight_steps`` steps of the optimiser, and takes all batches of an accumulation. Whenever the
+    Trainer logs, it also logs the last hyper-step, as ``hyper/val_loss`` and so on, without the hyperparameters. Each
+    checkpoint of the Trainer gets the file ``bestresponse.pt`` too, from which
+    ``trainer.train(resume_from_checkpoint=...)`` continues. Clipping, precision and schedulers of the weights are the
+    Trainer's. `TrainerTuning.history` has the rows.
 
     Args:
         trainer: the Trainer, before it trains; the tuning adds itself to its callbacks.
@@ -152,7 +153,9 @@ class TrainerTuning(LateTuning, TrainerCallback):
     def _log(self, control: TrainerControl) -> None:
         """Log the last hyper-step where the Trainer logs."""
         if control.should_log and self._unlogged is not None:
-            self._trainer.log(numbers_of(self._unlogged))
+            # Without the summary of the hyperparameters: the Trainer prints what it logs.
+            row = {k: v for k, v in self._unlogged.items() if k != "hyperparameters"}
+            self._trainer.log(numbers_of(row))
             self._unlogged, control.should_log = None, True  # which `log` has unset
 
 
@@ -161,6 +164,8 @@ def _check_trainer(trainer: object) -> None:
         raise ArgumentError(
             f"TrainerTuning.trainer must be a transformers.Trainer; got {type(trainer).__name__}."
         )
+    if any(isinstance(callback, TrainerTuning) for callback in trainer.callback_handler.callbacks):
+        raise ArgumentError("a Trainer takes one TrainerTuning; got a second one. Make a new Trainer.")
     own = {
         "compute_loss_func": trainer.compute_loss_func,
         "label_smoothing_factor": trainer.args.label_smoothing_factor,
