@@ -146,6 +146,15 @@ def test_the_losses_run_in_the_context_and_place_of_the_loop():
     assert (tuner.problem.train_loss, tuner.problem.val_loss) == given
 
 
+def test_messages_name_what_the_loss_of_the_user_captures():
+    tuner = make(weight_steps=1)
+    scale = nn.Parameter(torch.ones(()))
+    tuner.problem.val_loss = lambda m, h, b: scale * loops.fit(m, h, b)
+    tuning = Tuning(tuner, loops.batches(loops.data()[1]))
+    with pytest.warns(br.BestResponseWarning, match=r"belong neither to model nor to hyper: scale \[\]"):
+        tuning.hyper_step(loops.batches(loops.data()[0])[0])
+
+
 def test_a_loop_that_trains_on_another_loss_is_warned_of():
     tuner = make(weight_steps=1)
     tuning = Tuning(tuner, loops.batches(loops.data()[1]))

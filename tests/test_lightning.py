@@ -157,6 +157,7 @@ def test_a_second_fit_goes_on(tmp_path):
     trainer(tmp_path, tuning, max_steps=4).fit(module, loader())
     trainer(tmp_path, tuning, max_steps=4).fit(module, loader())
     assert [row["hyper_step"] for row in tuning.history] == [1, 2, 3, 4]
+    assert tuning.tuning.tuner.last_hyper_step == 4
 
 
 def test_lasso_weights_stop_at_zero(tmp_path):

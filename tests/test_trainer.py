@@ -130,6 +130,7 @@ def test_training_resumes_from_the_trainers_checkpoint(folder, tmp_path):
     for name, rate in rates(tuning).items():
         assert torch.equal(rate, rates(resumed)[name])
     assert resumed.history[-1]["train_loss"] == tuning.history[-1]["train_loss"]
+    assert resumed.tuning.tuner.last_hyper_step == tuning.tuning.tuner.last_hyper_step == 5
 
 
 class StopAt(transformers.TrainerCallback):

@@ -62,7 +62,7 @@ class LateTuning:
     def begin(
         self, weight_optimizer: Optimizer, steps: int | None, context: Context, place: Callable[[Any], Any]
     ) -> Tuning:
-        """Begin, or go on after an earlier training, with the optimiser that the trainer has made."""
+        """Begin, or go on after an earlier training, with the optimiser of the trainer and the steps that are left."""
         _follow_the_weights(self.problem)
         _warn_of_half_precision(self.problem)
         if self.tuning is None:
@@ -73,10 +73,10 @@ class LateTuning:
         tuning.tuner.weight_optimizer = weight_optimizer
         tuning.context, tuning.place = context, place
         self.weight_steps = WeightSteps(self.problem, weight_optimizer)
-        tuning.expect(steps)
         if self._saved is not None:
             tuning.load_state_dict(self._saved)
             self._saved = None
+        tuning.expect(steps)
         return tuning.__enter__()
 
     def warn_without_state(self, place: str) -> None:

@@ -69,7 +69,7 @@ class LightningTuning(LateTuning, L.Callback):
             self.warn_without_state(str(trainer.ckpt_path))
         self.begin(
             _optimizer_of(self.problem, trainer.optimizers),
-            int(steps) if steps != float("inf") else None,
+            int(steps) - trainer.global_step if steps != float("inf") else None,
             precision.forward_context,
             lambda batch: trainer.strategy.batch_to_device(precision.convert_input(batch), dataloader_idx=0),
         )

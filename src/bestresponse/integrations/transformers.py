@@ -81,7 +81,7 @@ class TrainerTuning(LateTuning, TrainerCallback):
             self.load_state_dict(_read(self._checkpoint))
         self.begin(
             getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
-            state.max_steps,
+            state.max_steps - state.global_step,
             self._trainer.compute_loss_context_manager,
             self._trainer._prepare_inputs,
         )

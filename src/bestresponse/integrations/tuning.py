@@ -1,5 +1,6 @@
 """Hyper-steps of a `Tuner` inside a training loop other than its own."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
@@ -39,8 +40,8 @@ class Tuning:
         tuner: its weight optimiser is that of the loop. The loop clips gradients and steps the schedulers of the
             weights, so ``clip_weights`` and ``weight_scheduler`` must be None.
         val_batches: a loader or a list of validation batches, taken in turn.
-        steps: the weight steps that the loop will make, for callbacks that show progress or measure the end; None
-            if unknown.
+        steps: the weight steps that the loop will make, for callbacks that show progress or measure the end; None if
+            unknown.
         context: makes a context in which the losses run during a hyper-step, such as the loop's autocast.
         place: moves a batch to the loop's device; None leaves batches where they are.
 
@@ -77,9 +78,10 @@ class Tuning:
         self.expect(steps)
 
     def expect(self, steps: int | None) -> None:
-        """Set the number of weight steps that the loop will make in all."""
+        """Set the number of weight steps that the loop still makes."""
         tuner = self.tuner
-        tuner.last_hyper_step = 0 if steps is None else (steps - tuner.warmup_steps) // tuner.weight_steps
+        made = tuner.weight_step - tuner.warmup_steps
+        tuner.last_hyper_step = 0 if steps is None else max(0, (made + steps) // tuner.weight_steps)
 
     def __enter__(self) -> Self:
         self.tuner.stopped = None
@@ -154,6 +156,7 @@ class Tuning:
         device = next(iter(problem.weights.values())).device.type
 
         def here(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            @functools.wraps(loss)  # messages about the loss look at the one that it wraps
             def run(model: Any, hyper: Any, batch: Any) -> Tensor:
                 with self.context():
                     return loss(model, hyper, self._placed(batch))
