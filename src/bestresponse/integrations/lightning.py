@@ -1,14 +1,12 @@
 """Tuning in Lightning's Trainer."""
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, EvaluationError, require_package
-from ..methods import Method
 from ..problem import Problem
 from .late import LateTuning, numbers_of
 
@@ -47,20 +45,11 @@ class LightningTuning(LateTuning, L.Callback):
 
     Raises:
         ArgumentError: when training begins: the Trainer's optimiser lacks a weight, holds a hyperparameter or has its
-            own weight decay; or the tuning loop is configured twice.
+            own weight decay.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        hyper_optimizer: Optimizer,
-        val_batches: Iterable[Any],
-        method: Method | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(problem, hyper_optimizer, val_batches, method, **settings)
-        self._steps_before = 0
-        self._step = ExitStack()
+    _steps_before = 0
+    _step: AbstractContextManager[None] | None = None  # around the optimiser's step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         steps = trainer.estimated_stepping_batches
@@ -80,12 +69,13 @@ class LightningTuning(LateTuning, L.Callback):
     ) -> None:
         # Lightning calls this after the backward pass and before clipping.
         if self.tuning is not None and optimizer is self.tuning.tuner.weight_optimizer:
-            self._step.enter_context(self.steps_in_orthants())
+            self._step = self.steps_in_orthants()
+            self._step.__enter__()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._step.close()
+        self._leave_orthants()
         if isinstance(pl_module, ManualTuning) or self.tuning is None:
             return
         stepped, self._steps_before = trainer.global_step != self._steps_before, trainer.global_step
@@ -112,8 +102,13 @@ class LightningTuning(LateTuning, L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        self._step.close()
+        self._leave_orthants()
         self.end()
+
+    def _leave_orthants(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)
 
 
 class ManualTuning:
