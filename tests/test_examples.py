@@ -62,6 +62,19 @@ def test_dropout_and_decay(capsys):
     assert "decay of first.weight" in shown
 
 
+@pytest.mark.slow
+def test_in_accelerate(capsys):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    run("in_accelerate")
+    lines = capsys.readouterr().out.splitlines()
+    before, after = (float(x) for x in lines[0].removeprefix("validation loss ").split(";")[0].split(" → "))
+    assert after < 0.3 * before
+    useful, others = (float(part.split()[-1]) for part in lines[1].split(", of the others"))
+    assert 10 * useful < others
+    assert lines[2] == "120 hyper-steps; restored from accelerate's checkpoint: True"
+
+
 def test_own_solver(capsys):
     run("own_solver")
     norms = [line.split("norm=")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()[1:]]

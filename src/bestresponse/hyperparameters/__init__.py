@@ -5,7 +5,7 @@ from .distilled_data import DistilledData
 from .dropout import ConcreteDropout, DropConnect
 from .example_weights import ExampleWeights, LossWeights
 from .orthant import orthant_wise
-from .protocol import Bounded, Kinked, KnownCurvature, KnownMixedTerm, Searchable, Shrinking
+from .protocol import Bounded, Kinked, KnownCurvature, KnownMixedTerm, Readable, Searchable, Shrinking
 from .shrinkage import Shrinkage, Shrunk
 from .table import Indexed, Weights
 from .weight_decay import WeightDecay
@@ -22,6 +22,7 @@ __all__ = [
     "KnownCurvature",
     "KnownMixedTerm",
     "LossWeights",
+    "Readable",
     "Searchable",
     "Shrinkage",
     "Shrinking",

@@ -1,6 +1,7 @@
 """A table of weights for training examples, classes, sources or tokens."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -108,6 +109,10 @@ class Weights(nn.Module):
         if self.positive == "softmax":
             return len(self.table) * self.table.softmax(0)
         return self._positive(self.table)
+
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The weights in the history; with "softmax" the logits, since a weight depends on all of them."""
+        return None if self.positive == "softmax" else (name.replace("table", "weights"), self._positive)
 
     def shrink_(self, factor: float = 1.0) -> None:
         """Move the rows of the last step by the share ``factor`` · τ of their distance from the common value."""

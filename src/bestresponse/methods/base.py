@@ -20,7 +20,8 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
 from ..solvers import Solver
 from ..verification.base import Claim, verified
-from .hypergradient import Hypergradient, accumulate, added, require_finite, warn_of_failure
+from .accumulation import accumulate
+from .hypergradient import Hypergradient, added, require_finite, warn_of_failure
 from .reach import reaches, unreached_by_validation
 
 
@@ -113,7 +114,8 @@ def backward(
 ) -> Hypergradient:
     """Add the hypergradient into the ``.grad`` of the hyperparameters, as Tensor.backward does.
 
-    Call the hyperparameters' optimiser afterwards. Arguments, result and errors are those of `hypergradient`.
+    Call the hyperparameters' optimiser afterwards. Arguments, result and errors are those of `hypergradient`. A warning
+    comes if ``.grad`` already holds something else, such as ∂L_T/∂λ from a plain ``loss.backward()``.
     """
     result = hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
     accumulate(problem, result)

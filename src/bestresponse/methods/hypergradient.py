@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _tree
@@ -142,16 +141,6 @@ def skip_message(number: int) -> str:
         f"hyper-step {number} is skipped, since its hypergradient failed. (This warning comes once; `stepped` in the "
         "history shows each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
     )
-
-
-@torch.inference_mode(False)
-def accumulate(problem: Problem, result: Hypergradient) -> None:
-    """Add a hypergradient into ``.grad``."""
-    for name, parameter in problem.hyperparameters.items():
-        if parameter.grad is None:
-            parameter.grad = result.total[name].clone()
-        else:
-            parameter.grad.add_(result.total[name])
 
 
 def require_finite(result: Hypergradient, when: str = "") -> None:

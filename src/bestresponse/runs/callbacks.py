@@ -15,6 +15,11 @@ import torch
 from ..errors import ArgumentError, require_integer, require_number
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
+from .loggers import CSV as CSV
+from .loggers import MLflow as MLflow
+from .loggers import TensorBoard as TensorBoard
+from .loggers import Trackio as Trackio
+from .loggers import WandB as WandB
 from .progress import Progress as Progress
 from .report import Report as Report
 from .run import Run

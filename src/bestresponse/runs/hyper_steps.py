@@ -4,6 +4,7 @@ from torch.optim import Optimizer
 
 from ..hyperparameters import Bounded, Shrinking
 from ..problem import Problem
+from .summary import Summary
 from .weight_steps import FirstSettings
 
 
@@ -18,6 +19,7 @@ class HyperSteps:
 
     def __init__(self, problem: Problem, optimizer: Optimizer) -> None:
         self.problem, self._first = problem, FirstSettings(optimizer)
+        self.summary = Summary(problem)
 
     def step(self, optimizer: Optimizer) -> None:
         """Make a step; ``.grad`` is empty afterwards."""

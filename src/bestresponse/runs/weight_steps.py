@@ -50,15 +50,26 @@ class WeightSteps:
             # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
             torch.autograd.backward(loss, inputs=weights)
             losses.append(loss.detach())
-        with ExitStack() as stack:
-            for model, penalties in self._penalties:
-                stack.enter_context(orthant_wise(model, *penalties))
+        with self.in_orthants():
             if clip is not None:
                 clip_gradients(weights, clip)
             optimizer.step()
         # A gradient kept until the next step would take memory during the hypergradient.
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
+
+    @property
+    def holds_weights_at_zero(self) -> bool:
+        """Whether a penalty has a kink at zero."""
+        return any(penalties for _, penalties in self._penalties)
+
+    @contextmanager
+    def in_orthants(self) -> Iterator[None]:
+        """A context for an optimiser's step, and for clipping before it, in which ℓ1 penalties hold weights at zero."""
+        with ExitStack() as stack:
+            for model, penalties in self._penalties:
+                stack.enter_context(orthant_wise(model, *penalties))
+            yield
 
     @contextmanager
     def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[Optimizer | WeightStep]:
