@@ -36,6 +36,8 @@ def accumulate(problem: Problem, result: Hypergradient) -> None:
 
 def _is_foreign(gradient: Tensor | None) -> bool:
     """Whether a gradient has values that no hypergradient left there."""
-    if gradient is None or _written.get(gradient) == gradient._version:
+    if gradient is None:
         return False
-    return bool(_tree.entries(gradient).any())
+    version = _written.get(gradient)
+    unchanged = version is not None and version == gradient._version
+    return not unchanged and bool(_tree.entries(gradient).any())

@@ -152,6 +152,8 @@ def _as_data(value: Any, place: str) -> Any:
     Raises:
         ArgumentError: the data holds something else; the message names the place.
     """
+    if type(value) in (float, int, str, bool):  # first, since a long history consists of them
+        return value
     if value is None or isinstance(value, bytes | Tensor | torch.Size | torch.dtype | torch.device):
         return value
     for kind in (bool, int, float, str):

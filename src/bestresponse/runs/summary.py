@@ -12,7 +12,7 @@ from ..problem import Problem
 
 _SMALL = 8  # entries up to which a tensor is stored whole
 _SAMPLE = 1024  # entries whose quantiles are computed
-_NUMBERS = 64  # on average in a row; more would make long histories large
+_NUMBERS = 32  # on average in a row; more would make long histories and their checkpoints large
 _LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 Read = Callable[[Tensor], Tensor]
@@ -23,7 +23,7 @@ class Summary:
 
     Modules that are `hyperparameters.Readable` give plain values, such as decays for their logarithms. Quantiles are
     those of about 1,024 evenly spaced entries, so that their cost does not grow with the tensors. Where the summary
-    has more than 64 numbers, rows have it less often.
+    has more than 32 numbers, rows have it less often.
     """
 
     def __init__(self, problem: Problem) -> None:
