@@ -19,6 +19,7 @@ from ..memory import settings_of
 from ..reports import Recorded, page, write_report
 from ..reports.recorded import TENSORS
 from .run import SavedRun
+from .summary import plain_values
 
 _SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
 _BINS = 40
@@ -51,22 +52,23 @@ class Report:
         require_number("Report.seconds", seconds)
         require_package("matplotlib", "callbacks.Report", "report")
         self.path, self.seconds, self.config = Path(path), seconds, dict(config or {})
-        self._first: dict[str, Any] = {}
+        self._first: dict[str, Any] | None = None
         self._tuner: SavedRun | None = None
         self._written: float | None = None
 
     def __call__(self, tuner: SavedRun) -> None:
         self._tuner = tuner
-        self._first = self._first or _histograms(tuner.problem.hyperparameters)
+        if self._first is None:
+            self._first = _histograms(plain_values(tuner.problem))
         if self._written is None:
             self._write_tensors(tuner)  # fails at the first hyper-step if the place is wrong
         elif time.monotonic() - self._written >= self.seconds:
             self._write(tuner)
 
     def _write_tensors(self, tuner: SavedRun) -> dict[str, Any]:
-        values = tuner.problem.hyperparameters
+        values = plain_values(tuner.problem)
         tensors = {
-            name: {"shape": list(values[name].shape), "first": self._first.get(name), "last": found}
+            name: {"shape": list(values[name].shape), "first": (self._first or {}).get(name), "last": found}
             for name, found in _histograms(values).items()
         }
         data = {"hyper_step": tuner.hyper_step, "tensors": tensors, "pictures": _pictures(values)}
@@ -146,7 +148,8 @@ def _histograms(values: Mapping[str, Tensor]) -> dict[str, Any]:
         if logarithmic:
             numbers, low, high = numbers.log10(), math.log10(low), math.log10(high)
         # Equal values get bins around them that are wider than rounding.
-        margin = 0.5 * max(1e-3, 1e-3 * abs(low)) if high - low <= 1e-9 * max(1.0, abs(low)) else 0.0
+        size = max(abs(low), abs(high))
+        margin = 5e-4 * (size or 1.0) if high - low <= 1e-9 * size else 0.0
         low, high = low - margin, high + margin
         counts = torch.histc(numbers, _BINS, low, high)
         edges = torch.linspace(low, high, _BINS + 1, dtype=torch.float64)
