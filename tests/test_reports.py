@@ -297,6 +297,22 @@ def test_an_interrupted_run_leaves_a_report(tmp_path):
     assert re.search(rf"has not ended, or was interrupted\. {len(tuner.history)} of 100 ", read(path))
 
 
+def test_a_folder_that_cannot_be_written_ends_a_run_at_its_first_step_only(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(br.Error, match="needs a file that can be written"):
+        fit(tuner_of(br.callbacks.Report(tmp_path / "file" / "report.html")))
+
+    def replace(tuner):
+        if tuner.hyper_step == 2:
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "run").touch()
+
+    tuner = tuner_of(br.callbacks.Report(tmp_path / "run" / "report.html"), replace)
+    with pytest.warns(br.BestResponseWarning, match="The run continues"):
+        fit(tuner)
+    assert len(tuner.history) == 3
+
+
 def test_a_resumed_run_keeps_its_first_histograms(tmp_path):
     first = tuner_of(br.callbacks.Report(tmp_path / "report.html"))
     fit(first)

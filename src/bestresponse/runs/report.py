@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import require_number, require_package
+from ..errors import ArgumentError, require_number, require_package
 from ..memory import settings_of
 from ..reports import Recorded, page, write_report
 from ..reports.recorded import TENSORS
@@ -44,6 +44,7 @@ class Report:
 
     Raises:
         MissingPackageError: matplotlib is not installed.
+        ArgumentError: at the first hyper-step, if the folder cannot be written. Later a warning comes instead.
     """
 
     def __init__(
@@ -57,13 +58,23 @@ class Report:
         self._written: float | None = None
 
     def __call__(self, tuner: SavedRun) -> None:
-        self._tuner = tuner
         if self._first is None:
             self._first = _histograms(plain_values(tuner.problem))
         if self._written is None:
             self._write_tensors(tuner)  # fails at the first hyper-step if the place is wrong
-        elif time.monotonic() - self._written >= self.seconds:
+        self._tuner = tuner
+        if time.monotonic() - (self._written or 0.0) >= self.seconds:
+            self._renew(tuner)
+
+    def _renew(self, tuner: SavedRun) -> None:
+        """Write the report; a full disk does not end the run."""
+        try:
             self._write(tuner)
+        except ArgumentError as error:
+            self._written = time.monotonic()
+            tuner.problem.warn_once(
+                f"report {self.path}", f"{error} The run continues. (This warning comes once.)"
+            )
 
     def _write_tensors(self, tuner: SavedRun) -> dict[str, Any]:
         values = plain_values(tuner.problem)
@@ -93,7 +104,7 @@ class Report:
         """Write the report once more, at the end of the run."""
         tuner, self._tuner = self._tuner, None
         if tuner is not None:
-            self._write(tuner)
+            self._renew(tuner)
 
     def state_dict(self) -> dict[str, Any]:
         """The first histograms."""
