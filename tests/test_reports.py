@@ -297,6 +297,22 @@ def test_an_interrupted_run_leaves_a_report(tmp_path):
     assert re.search(rf"has not ended, or was interrupted\. {len(tuner.history)} of 100 ", read(path))
 
 
+def test_a_folder_that_cannot_be_written_ends_a_run_at_its_first_step_only(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(br.Error, match="needs a file that can be written"):
+        fit(tuner_of(br.callbacks.Report(tmp_path / "file" / "report.html")))
+
+    def replace(tuner):
+        if tuner.hyper_step == 2:
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "run").touch()
+
+    tuner = tuner_of(br.callbacks.Report(tmp_path / "run" / "report.html"), replace)
+    with pytest.warns(br.BestResponseWarning, match="The run continues"):
+        fit(tuner)
+    assert len(tuner.history) == 3
+
+
 def test_a_resumed_run_keeps_its_first_histograms(tmp_path):
     first = tuner_of(br.callbacks.Report(tmp_path / "report.html"))
     fit(first)
@@ -338,3 +354,25 @@ def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch, capsys):
         br.callbacks.Report(tmp_path / "report.html")
     assert cli.main(["report", str(write(tmp_path / "run", [row(1), row(2)]))]) == 1
     assert "bestresponse[report]" in capsys.readouterr().err
+
+
+def test_a_report_and_its_rows_name_hyperparameters_alike(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(20, 1)
+    decay = br.hyperparameters.WeightDecay(model, per="weight")
+    with torch.no_grad():
+        for parameter in decay.parameters():
+            parameter.uniform_(-8, -2)
+
+    def val(model, hyper, batch):
+        return model(batch).square().mean()
+
+    problem = br.Problem(model, decay, lambda m, h, b: val(m, h, b) + h(m), val)
+    optimizers = (torch.optim.SGD(ps.values(), 0.1) for ps in (problem.weights, problem.hyperparameters))
+    tuner = br.Tuner(problem, *optimizers, callbacks=[br.callbacks.Report(tmp_path / "report.html")])
+    batches = [torch.randn(10, 20)]
+    tuner.fit(batches, batches, 2)
+    found = json.loads((tmp_path / "hyperparameters.json").read_text())["tensors"]["decay.weight"]["last"]
+    quantiles = tuner.history[-1]["hyperparameters"]["decay.weight"]["quantiles"]
+    assert [found["edges"][0], found["edges"][-1]] == pytest.approx([quantiles[0], quantiles[-1]])
+    assert sum(found["counts"]) == 20

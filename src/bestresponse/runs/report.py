@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import require_number, require_package
+from ..errors import ArgumentError, require_number, require_package
 from ..memory import settings_of
 from ..reports import Recorded, page, write_report
 from ..reports.recorded import TENSORS
 from .run import SavedRun
+from .summary import plain_values
 
 _SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
 _BINS = 40
@@ -43,6 +44,7 @@ class Report:
 
     Raises:
         MissingPackageError: matplotlib is not installed.
+        ArgumentError: at the first hyper-step, if the folder cannot be written. Later a warning comes instead.
     """
 
     def __init__(
@@ -51,22 +53,33 @@ class Report:
         require_number("Report.seconds", seconds)
         require_package("matplotlib", "callbacks.Report", "report")
         self.path, self.seconds, self.config = Path(path), seconds, dict(config or {})
-        self._first: dict[str, Any] = {}
+        self._first: dict[str, Any] | None = None
         self._tuner: SavedRun | None = None
         self._written: float | None = None
 
     def __call__(self, tuner: SavedRun) -> None:
-        self._tuner = tuner
-        self._first = self._first or _histograms(tuner.problem.hyperparameters)
+        if self._first is None:
+            self._first = _histograms(plain_values(tuner.problem))
         if self._written is None:
             self._write_tensors(tuner)  # fails at the first hyper-step if the place is wrong
-        elif time.monotonic() - self._written >= self.seconds:
+        self._tuner = tuner
+        if time.monotonic() - (self._written or 0.0) >= self.seconds:
+            self._renew(tuner)
+
+    def _renew(self, tuner: SavedRun) -> None:
+        """Write the report; a full disk does not end the run."""
+        try:
             self._write(tuner)
+        except ArgumentError as error:
+            self._written = time.monotonic()
+            tuner.problem.warn_once(
+                f"report {self.path}", f"{error} The run continues. (This warning comes once.)"
+            )
 
     def _write_tensors(self, tuner: SavedRun) -> dict[str, Any]:
-        values = tuner.problem.hyperparameters
+        values = plain_values(tuner.problem)
         tensors = {
-            name: {"shape": list(values[name].shape), "first": self._first.get(name), "last": found}
+            name: {"shape": list(values[name].shape), "first": (self._first or {}).get(name), "last": found}
             for name, found in _histograms(values).items()
         }
         data = {"hyper_step": tuner.hyper_step, "tensors": tensors, "pictures": _pictures(values)}
@@ -91,7 +104,7 @@ class Report:
         """Write the report once more, at the end of the run."""
         tuner, self._tuner = self._tuner, None
         if tuner is not None:
-            self._write(tuner)
+            self._renew(tuner)
 
     def state_dict(self) -> dict[str, Any]:
         """The first histograms."""
@@ -146,7 +159,8 @@ def _histograms(values: Mapping[str, Tensor]) -> dict[str, Any]:
         if logarithmic:
             numbers, low, high = numbers.log10(), math.log10(low), math.log10(high)
         # Equal values get bins around them that are wider than rounding.
-        margin = 0.5 * max(1e-3, 1e-3 * abs(low)) if high - low <= 1e-9 * max(1.0, abs(low)) else 0.0
+        size = max(abs(low), abs(high))
+        margin = 5e-4 * (size or 1.0) if high - low <= 1e-9 * size else 0.0
         low, high = low - margin, high + margin
         counts = torch.histc(numbers, _BINS, low, high)
         edges = torch.linspace(low, high, _BINS + 1, dtype=torch.float64)

@@ -61,6 +61,16 @@ class Summary:
         }
 
 
+def plain_values(problem: Problem) -> dict[str, Tensor]:
+    """All values of the hyperparameters, by the names of their summaries."""
+    plain = _plain_names(problem)
+    found = {}
+    for name, parameter in problem.hyperparameters.items():
+        shown, read = plain.get(id(parameter), (name, lambda x: x))
+        found[shown] = read(parameter.detach())
+    return found
+
+
 def _plain_names(problem: Problem) -> dict[int, tuple[str, Read]]:
     """The name of the plain values of a parameter, and the function that computes them, by the parameter's identity."""
     found: dict[int, tuple[str, Read]] = {}
