@@ -202,6 +202,11 @@ def vector_dtype(a: Mapping[str, Tensor]) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in a.values()) else torch.float32
 
 
+def number(a: Mapping[str, Tensor]) -> Tensor:
+    """Zero, in the dtype and on the device of `flatten`."""
+    return torch.zeros((), dtype=vector_dtype(a), device=next(iter(a.values())).device)
+
+
 def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Tree:
     """The inverse of `flatten`: a vector cut into the shapes of ``like``, with its dtypes and devices."""
     pieces: Iterable[Tensor] = torch.split(vector, [x.numel() for x in like.values()])

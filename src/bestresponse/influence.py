@@ -13,9 +13,10 @@ from .curvatures import Hessian
 from .curvatures.several_batches import linear_system
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
 from .methods import Implicit
-from .methods.base import combine, validation_gradient
+from .methods.base import combine
 from .methods.hypergradient import failure_message
 from .methods.reach import refuse_unreached
+from .methods.validation import validation_gradient
 from .passes.foreign_errors import foreign_errors_told
 from .passes.forms import paused
 from .passes.running_statistics import Reading

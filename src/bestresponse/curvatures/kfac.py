@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
+from ..distributed import Group
 from ..errors import named, require_integer
 from ..hyperparameters.protocol import diagonal_of, knows_its_curvature
 from ..passes import graph
@@ -81,6 +82,15 @@ class KFAC(Curvature):
         directions whose curvature the factors miss; without it they slow conjugate gradient down. For several
         `Batches` the factors are the means.
         """
+        problem, group = passes.problem, passes.problem.group
+        total = group.together(lambda: self._factors(passes, batch))
+        if group.size > 1:
+            total.average(group, batch)
+        with torch.no_grad():
+            rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
+            return _Inverse(total, rest)
+
+    def _factors(self, passes: Passes, batch: Any) -> "Factors":
         problem = passes.problem
         total: Factors | None = None
         for number, (piece, weight) in enumerate(weighted(batch)):
@@ -90,9 +100,7 @@ class KFAC(Curvature):
             factors = Factors(problem, calls, self, outputs, with_graph(outputs, "KFAC"), piece)
             total = factors.scaled(weight) if total is None else total.plus(factors.scaled(weight))
         assert total is not None
-        with torch.no_grad():
-            rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
-            return _Inverse(total, rest)
+        return total
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,16 @@ class Factors:
             self.diagonal[name] = d + self.diagonal[name] if name in self.diagonal else d
         return self
 
+    def average(self, group: Group, batch: Any) -> None:
+        """Take the means over the ranks of a group; all of them must have run the same layers."""
+        group.require_same([list(self.layers), list(self.diagonal)], "weights with Kronecker factors")
+        factors = [x for layer in self.layers.values() for x in (layer.a, layer.g)]
+        tensors = [*factors, *self.diagonal.values()]
+        means = iter(x for x in group.mean(lambda: tensors, tensors, batch) if x is not None)
+        for layer in self.layers.values():
+            layer.a, layer.g = next(means), next(means)
+        self.diagonal = {n: next(means) for n in self.diagonal}
+
     def product(self, v: Tree) -> Tree:
         """C v."""
         total = {n: self.diagonal[n] * x if n in self.diagonal else torch.zeros_like(x) for n, x in v.items()}
@@ -278,6 +296,9 @@ class _Kronecker(SplitLinearisation):
         self._factors = Factors(self._problem, self._calls, self._curvature, outputs, moving, batch)
         self._calls = {}
         self.detail = "; ".join(filter(None, (self.detail, self._factors.detail)))
+
+    def average(self, group: Group, batch: Any) -> None:
+        self._factors.average(group, batch)
 
     def outer(self, v: Tree) -> Tree:
         return self._factors.product(v)

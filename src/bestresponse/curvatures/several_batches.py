@@ -14,14 +14,16 @@ from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights, warn_of_unreached
 from .held import without_held
+from .over_ranks import over_ranks
 
 
 def linear_system(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
     """The linearised training gradient of one batch, or of the mean over `Batches`.
 
-    A warning names the weights that it does not reach, once. Weights that a kink holds are left out of its products.
+    With several processes it is the mean over their batches. A warning names the weights that it does not reach, once.
+    Weights that a kink holds are left out of its products.
     """
-    system = linearised(curvature, passes, batch)
+    system = over_ranks(lambda: linearised(curvature, passes, batch), passes, batch)
     warn_of_unreached(passes.problem, system.names)
     return without_held(system, passes.problem)
 

@@ -18,10 +18,7 @@ from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import SGD, Rule
 from .steps_ahead import ThroughSteps, at_the_end, claim_of
-from .trajectory import Point, Trajectory
-
-# The changes of the tensors of a point; None for a tensor that does not change.
-Tangent = list[Tensor | None]
+from .trajectory import Point, Tangent, Trajectory
 
 
 @dataclass(frozen=True, eq=False)

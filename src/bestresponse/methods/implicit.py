@@ -18,10 +18,11 @@ from ..problem import Passes
 from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Status
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import CurvatureMethod, combine, validation_gradient
+from .base import CurvatureMethod, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .singular import singular_operation
+from .validation import validation_gradient
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,12 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import CurvatureMethod, combine, validation_gradient
+from .base import CurvatureMethod, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import Rule, like
 from .trajectory import Trajectory
+from .validation import validation_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +69,13 @@ class SAMA(CurvatureMethod):
         path = Trajectory(rule, 1.0, 1, passes, train_batch, False)
         point = path.start()
         weights = [problem.weights[n] for n in system.names]
-        gradient = torch.autograd.grad(passes.train_loss(train_batch), weights)
-        along = {n: g.detach().requires_grad_() for n, g in zip(system.names, gradient, strict=True)}
+        gradient = problem.group.mean(
+            lambda: torch.autograd.grad(passes.train_loss(train_batch), weights, allow_unused=True),
+            weights,
+            train_batch,
+        )
+        pairs = zip(system.names, gradient, strict=True)
+        along = {n: g.detach().requires_grad_() for n, g in pairs if g is not None}
         moved = point.moved(rule, along, path.settings).tensors
         v = {}
         for name, g in along.items():

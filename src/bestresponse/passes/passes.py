@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .._tree import Tree
 from ..batches import weighted
 from ..errors import EvaluationError, SecondDerivativeError, named
+from ..parallel_models import without_reductions
 from . import graph, random_state
 from .checked_loss import checked_loss, refuse_not_finite
 from .embedding import dense_embeddings, has_max_norm
@@ -76,6 +77,7 @@ class Passes(Generic[P]):
         with self._stack:
             self._stack.enter_context(torch.inference_mode(False))
             self._stack.enter_context(dense_embeddings(self._training, self.twice))
+            self._stack.enter_context(without_reductions(self._training))
             self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
             self._live = problem.live()
             renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are restored below
@@ -235,8 +237,10 @@ class Passes(Generic[P]):
                     copies[id(buffer)] = buffer.detach().clone()
                 module._buffers[name] = None if buffer is None else copies[id(buffer)]
         random_state.restore(self._replayed)
-        if self._number:
-            random_state.seed_all(int(torch.randint(2**62, ())) + self._number)
+        # The ranks of a group have the random states that their batches have as `Batches` of one process.
+        group = self.problem.group
+        if number := self._number * group.size + group.rank:
+            random_state.seed_all(int(torch.randint(2**62, ())) + number)
 
     def _restore(self) -> None:
         self._collect()
