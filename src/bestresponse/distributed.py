@@ -34,6 +34,7 @@ class Group:
         sparse: the identities of the parameters with sparse gradients.
 
     Attributes:
+        batch_size: as given.
         rank, size: the number of this process in the group, and the number of processes.
         calls, bytes: the number of reductions so far, and the bytes of their buffers.
     """
@@ -46,7 +47,7 @@ class Group:
         sparse: Collection[int] = (),
     ) -> None:
         self.handle, self._device = handle, device
-        self._batch_size, self._sparse = batch_size, frozenset(sparse)
+        self.batch_size, self._sparse = batch_size, frozenset(sparse)
         self.rank = 0 if handle is None else torch.distributed.get_rank(handle)
         self.size = 1 if handle is None else torch.distributed.get_world_size(handle)
         self.calls = self.bytes = 0
@@ -59,10 +60,10 @@ class Group:
         """The number of examples by which a batch counts among those of the other ranks."""
         if isinstance(batch, Batches) and batch.total is not None:
             return batch.total
-        if self._batch_size is None:
+        if self.batch_size is None:
             return 1.0
         pieces = batch if isinstance(batch, Batches) else [batch]
-        size = sum(float(self._batch_size(piece)) for piece in pieces)
+        size = sum(float(self.batch_size(piece)) for piece in pieces)
         if not 0.0 < size < float("inf"):
             raise errors.ArgumentError(
                 f"Problem.batch_size must return a number above zero for each batch; got {size}. Give each rank at "
@@ -119,13 +120,20 @@ class Group:
         indices, values = (torch.cat(x, dim=-1).to(like.device) for x in zip(*found, strict=True))
         return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
+    def mean_of(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """The means over the ranks of numbers, each counting equally."""
+        like = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in numbers]
+        tensors = [x + value for x, value in zip(like, numbers.values(), strict=True)]
+        means = self.mean(lambda: tensors, like)
+        return {name: float(x) for name, x in zip(numbers, means, strict=True) if x is not None}
+
     def share(self, one: Any, other: Any, known: float) -> float:
         """The share of one of two batches of each rank in the examples of all ranks; ``known`` is that of this rank."""
         if self.size == 1:
             return known
         number, whole = torch.zeros((), dtype=torch.float64, device=self._device), (one, other)
         sizes = [self.size_of(x) for x in whole]
-        counted = self._batch_size is not None or all(isinstance(x, Batches) and x.total for x in whole)
+        counted = self.batch_size is not None or all(isinstance(x, Batches) and x.total for x in whole)
         parts = [number + x for x in (sizes if counted else (known, 1.0 - known))]
         means = self.mean(lambda: parts, [number, number])
         first, second = (float(x) for x in means if x is not None)

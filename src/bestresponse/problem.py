@@ -102,6 +102,7 @@ class Problem(Undivided):
 
     def check_intact(self) -> None:
         """Raise if a weight or hyperparameter was replaced or frozen since, or differs between the ranks."""
+        check_processes(self.group, self.model.modules(), dict(self.model.named_parameters()) | self.live())
         for side, module, fixed in (
             ("weights", self.model, self.weights),
             ("hyperparameters", self.hyper, self.hyperparameters),
@@ -118,7 +119,6 @@ class Problem(Undivided):
                     f"the {side} must require gradients; {frozen[:5]} were frozen since the problem was made. "
                     "Make a new Problem without them."
                 )
-        check_processes(self.group, self.model.modules(), self.live())
 
     def alone(self) -> "Problem":
         """The same problem on the batches of this process alone."""

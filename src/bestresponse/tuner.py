@@ -158,6 +158,7 @@ class Tuner:
         # Checkpoints come last, since other callbacks may change the row.
         for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
             callback(self)
+            self.stopped = next(filter(None, self.problem.group.gather(self.stopped)), None)
         return row
 
     def save(self, path: str | Path) -> None:

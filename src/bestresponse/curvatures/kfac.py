@@ -22,7 +22,7 @@ from ..problem import Passes, Problem
 from ..solvers.system import Preconditioner, Product
 from .base import Curvature, Linearisation
 from .kronecker import Layer, supported
-from .outputs import output_root, with_graph
+from .outputs import root_columns, with_graph
 from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
 
 # The share of the largest eigenvalue that steadies a preconditioner.
@@ -160,7 +160,7 @@ class Factors:
         names = {id(w): n for n, w in problem.weights.items()}
         # Other outputs are hyperparameters that predict passes to the loss.
         wanted = [bool(graph.leaves(x) & names.keys()) for x in moving]
-        columns = _columns(curvature, outputs, moving, wanted, batch)
+        columns = root_columns(curvature.loss, curvature.samples, outputs, moving, wanted, batch)
         moving = list(compress(moving, wanted))
         uses = graph.uses(moving)
         made = _alone(calls, uses, set(graph.nodes(moving)))
@@ -263,24 +263,6 @@ def _alone(calls: Calls, uses: Counter[int], nodes: set[Any]) -> Calls:
         and uses[id(m.weight)] <= len(made)
         and all(c.x.is_inference() or c.x._version == c.version for c in made)
     }
-
-
-def _columns(
-    curvature: KFAC, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
-) -> Iterator[list[Tensor]]:
-    """Columns of S: one for each output, with a random sign for each example; or sums of all with random signs.
-
-    The signs make the square of the sum over the examples an unbiased estimate of the sum of squares.
-    """
-    examples, size, root = output_root(curvature.loss, outputs, moving, wanted, batch)
-    like = next(compress(moving, wanted))
-    generator = torch.Generator().manual_seed(0)
-    for number in range(curvature.samples or size):
-        width = size if curvature.samples else 1
-        signs = 2.0 * torch.randint(2, (examples, width), generator=generator) - 1.0
-        xi = torch.zeros(examples, size)
-        xi[:, slice(None) if curvature.samples else slice(number, number + 1)] = signs
-        yield root(xi.to(like.device, like.dtype) / (curvature.samples or 1) ** 0.5)
 
 
 class _Kronecker(SplitLinearisation):

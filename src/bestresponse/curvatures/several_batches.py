@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..batches import Batches
+from ..distributed import Group
 from ..passes import graph
 from ..problem import Passes
 from . import kinks
@@ -85,6 +86,10 @@ class MeanLinearisation(Linearisation):
         if last:
             self._parts = []
         return total
+
+    def average(self, group: Group, batch: Any) -> None:
+        if len(self._parts) == 1:  # of several, the mean of their curvatures is meant
+            self._parts[0].average(group, batch)
 
     def outputs(self) -> list[Tensor]:
         return self._of_each(lambda part: part.outputs())

@@ -132,8 +132,17 @@ class Hypernetwork(nn.Module, ABC):
     def over_parameters(self, hyper: nn.Module) -> Problem:
         """The problem over φ; a subclass makes it after its parameters exist."""
         kind = type(self)
-        source = self.source
-        return Problem(self, hyper, kind.train_loss, kind.val_loss, source.val_mode, source.verify)
+        source, group = self.source, self.source.group
+        return Problem(
+            self,
+            hyper,
+            kind.train_loss,
+            kind.val_loss,
+            source.val_mode,
+            source.verify,
+            group.handle,
+            group.batch_size,
+        )
 
     def vector(self, hyper: nn.Module) -> Tensor:
         """The present λ of a module like the given one, in one vector [H] with a graph."""
