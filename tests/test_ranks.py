@@ -55,9 +55,9 @@ def started(ranks, *arguments):
 
 
 def finished(processes):
-    """What each process wrote; those that still run after two minutes are ended."""
+    """What each process wrote; those that still run after some minutes are ended."""
     try:
-        return [process.communicate(timeout=120)[0] for process in processes]
+        return [process.communicate(timeout=500)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
