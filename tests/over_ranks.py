@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bestresponse as br
@@ -339,6 +342,75 @@ def check_runs():
     for mine, theirs in zip(many.history, one.history, strict=True):
         for key in ("train_loss", "val_loss", "watch_loss", "of", "hypergradient_norm"):
             assert abs(mine.get(key, 0.0) - theirs.get(key, 0.0)) < 1e-6 * abs(theirs.get(key, 1.0)), key
+
+
+def sharded(*layers):
+    """The network in FSDP2, a block at a time, with the hyperparameters outside of it."""
+    net, hyper = network(*layers)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in net:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net, hyper
+
+
+SHARDED = {
+    name: (METHODS | MORE)[name]
+    for name in (
+        "default",
+        "conjugate gradient",
+        "Neumann",
+        "automatic scale",
+        "Identity",
+        "MINRES",
+        "FiniteDifference",
+        "GaussNewton",
+        "rest left out",
+        "Penalty",
+        "SAMA",
+        "SAMA by Hessian",
+        "Halves",
+    )
+}
+
+
+def check_sharded():
+    """FSDP2: every method that runs on sharded weights; the others raise."""
+    for name, make in SHARDED.items():
+        expected = total(make(), data(), data(6))
+        problem = br.Problem(*sharded(), train, val)
+        optimizer = sharded_adam(problem)
+        own, own_val = part(data()), part(data(6))
+        h = br.hypergradient(problem, own, own_val, make(), seed=1, weight_optimizer=optimizer)
+        close(h.total["l"], expected, 1e-8 if "Difference" in name or name == "SAMA" else 1e-10)
+    others = (METHODS | MORE).keys() - SHARDED.keys()
+    for name in sorted(others):
+        try:
+            br.hypergradient(problem, own, own_val, (METHODS | MORE)[name]())
+        except br.Error as error:
+            text = str(error)
+        assert "needs whole weights" in text, name
+
+
+def sharded_adam(problem):
+    """As `adam`, with the shards of the same gradients."""
+    optimizer = torch.optim.Adam(problem.weights.values(), 1e-3)
+    generator = torch.Generator().manual_seed(3)
+    for w in problem.weights.values():
+        whole = torch.randn(w.shape, generator=generator)
+        w.grad = distribute_tensor(whole, w.device_mesh, w.placements)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def check_sharded_run():
+    one = tuner_of(br.Problem(*network(), train, val), clip_weights=0.5)
+    one.fit([data(), data(9)], [data(6)], 30)
+    many = tuner_of(br.Problem(*sharded(), train, val), clip_weights=0.5)
+    many.fit([part(data()), part(data(9))], [part(data(6))], 30)
+    close(many.problem.hyperparameters["l"].detach(), one.problem.hyperparameters["l"].detach(), 1e-8)
 
 
 def saved(problem, path):

@@ -12,7 +12,16 @@ SOURCE = Path(br.__file__).parent
 LAYERS = [
     ["_tree", "_layout", "errors"],
     ["solvers", "batches", "losses", "reports"],
-    ["passes", "distributed", "parallel_models", "hyperparameters", "memory", "parameters", "parts"],
+    [
+        "passes",
+        "distributed",
+        "sharded",
+        "parallel_models",
+        "hyperparameters",
+        "memory",
+        "parameters",
+        "parts",
+    ],
     ["problem"],
     ["curvatures", "hypernetworks", "runs", "search", "_optuna"],
     ["verification"],

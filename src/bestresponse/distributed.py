@@ -7,11 +7,13 @@ so each is the mean of those of the ranks, and a solver on any rank sees the mat
 the same bits, so they take the same branches.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _tree, errors
 from .batches import Batches
@@ -36,6 +38,8 @@ class Group:
     Attributes:
         batch_size: as given.
         rank, size: the number of this process in the group, and the number of processes.
+        averages: whether each process has its own derivatives, of which the means are taken.
+        sharded: whether each process has a part of the weights.
         calls, bytes: the number of reductions so far, and the bytes of their buffers.
     """
 
@@ -50,11 +54,32 @@ class Group:
         self.batch_size, self._sparse = batch_size, frozenset(sparse)
         self.rank = 0 if handle is None else torch.distributed.get_rank(handle)
         self.size = 1 if handle is None else torch.distributed.get_world_size(handle)
+        self.averages, self.sharded = self.size > 1, False
         self.calls = self.bytes = 0
         self._layout: Any = None
 
     def __deepcopy__(self, memo: Any) -> "Group":
         return self  # a process group cannot be copied
+
+    def reading(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """A context in which losses read the parameters of these modules."""
+        return nullcontext()
+
+    @contextmanager
+    def differentiating(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Let DistributedDataParallel inside a model call its module only, since the means are taken here."""
+        replicas = [m for m in modules if is_replica(m)]
+        for replica in replicas:
+            vars(replica)["forward"] = replica.module
+        try:
+            yield
+        finally:
+            for replica in replicas:
+                vars(replica).pop("forward", None)
+
+    def joined(self, loss: Tensor) -> Tensor:
+        """A loss as it leaves its computation; its mean is taken with its derivatives."""
+        return loss
 
     def size_of(self, batch: Any) -> float:
         """The number of examples by which a batch counts among those of the other ranks."""
@@ -87,7 +112,7 @@ class Group:
             like: tensors with their shapes, dtypes and devices.
             batch: the batch that they come from, which counts by its size; None counts all ranks equally.
         """
-        if self.size == 1:
+        if not self.averages:
             return list(compute())
         own: Sequence[Tensor | None] = [None] * len(like)
         error, size = None, 0.0
@@ -98,7 +123,7 @@ class Group:
         dense = [i for i, x in enumerate(like) if id(x) not in self._sparse]
         numbers = [float(error is not None), size, *(float(x is not None) for x in own)]
         flat = self._flat(numbers, [own[i] for i in dense], [like[i] for i in dense], size)
-        self._reduce(flat)
+        self.reduce(flat)
         failed, total, *counts = flat[: len(numbers)].tolist()
         if failed:
             raise self._error(error)
@@ -122,22 +147,17 @@ class Group:
 
     def mean_of(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """The means over the ranks of numbers, each counting equally."""
-        like = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in numbers]
-        tensors = [x + value for x, value in zip(like, numbers.values(), strict=True)]
-        means = self.mean(lambda: tensors, like)
-        return {name: float(x) for name, x in zip(numbers, means, strict=True) if x is not None}
+        found = self.gather(dict(numbers))
+        return {name: math.fsum(each[name] for each in found) / self.size for name in numbers}
 
     def share(self, one: Any, other: Any, known: float) -> float:
         """The share of one of two batches of each rank in the examples of all ranks; ``known`` is that of this rank."""
-        if self.size == 1:
+        if not self.averages:
             return known
-        number, whole = torch.zeros((), dtype=torch.float64, device=self._device), (one, other)
-        sizes = [self.size_of(x) for x in whole]
-        counted = self.batch_size is not None or all(isinstance(x, Batches) and x.total for x in whole)
-        parts = [number + x for x in (sizes if counted else (known, 1.0 - known))]
-        means = self.mean(lambda: parts, [number, number])
-        first, second = (float(x) for x in means if x is not None)
-        return first / (first + second)
+        counted = self.batch_size is not None or all(isinstance(x, Batches) and x.total for x in (one, other))
+        sizes = (self.size_of(one), self.size_of(other)) if counted else (known, 1.0 - known)
+        means = self.mean_of({"one": sizes[0], "other": sizes[1]})
+        return means["one"] / (means["one"] + means["other"])
 
     def together(self, compute: Callable[[], T]) -> T:
         """What ``compute`` returns on this rank; all ranks raise if it fails on one of them."""
@@ -172,7 +192,7 @@ class Group:
 
     def reached(self, tensors: Mapping[str, Tensor], ids: set[int]) -> set[int]:
         """The identities of the tensors that losses of any rank depend on, with those known here."""
-        if self.size == 1:
+        if not self.averages:
             return ids
         flags = [torch.ones(()) if id(x) in ids else None for x in tensors.values()]
         like = [torch.zeros((), device=x.device) for x in tensors.values()]
@@ -181,7 +201,7 @@ class Group:
 
     def check_equal(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise unless weights and hyperparameters are the same on all ranks, by their sums and norms."""
-        if self.size == 1:
+        if not self.averages:
             return
         layout = {n: (list(x.shape), str(x.dtype)) for n, x in tensors.items()}
         if layout != self._layout:
@@ -193,7 +213,7 @@ class Group:
             norms = [torch.linalg.vector_norm(x, dtype=torch.float64).to(first) for x in tensors.values()]
             numbers = torch.stack([*sums, *norms])
             ends = torch.cat([numbers, -numbers])
-            self._reduce(ends, torch.distributed.ReduceOp.MAX)
+            self.reduce(ends, torch.distributed.ReduceOp.MAX)
             apart = (ends[: len(numbers)] + ends[len(numbers) :]) > _EQUAL * torch.stack([*norms, *norms])
         if bool(apart.any()):
             names = [n for i, n in enumerate(tensors) if bool(apart[i] or apart[i + len(tensors)])]
@@ -219,7 +239,7 @@ class Group:
             begin += shape.numel()
         return flat
 
-    def _reduce(self, flat: Tensor, op: Any = None) -> None:
+    def reduce(self, flat: Tensor, op: Any = None) -> None:
         """Reduce a buffer over the ranks, in place."""
         with _Answering(self):
             torch.distributed.all_reduce(flat, op or torch.distributed.ReduceOp.SUM, group=self.handle)
@@ -240,6 +260,11 @@ class Group:
 
 
 ALONE = Group()
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether it is DistributedDataParallel."""
+    return isinstance(module, nn.parallel.DistributedDataParallel)
 
 
 class _Answering:

@@ -60,7 +60,7 @@ class Sums:
 
     def join(self, group: Group) -> None:
         """Add the sums of all ranks of a group."""
-        if group.size == 1:
+        if not group.averages:
             return
         names = list(self._total)
         means = group.mean(lambda: [self._total[n] for n in names], [self._total[n] for n in names])

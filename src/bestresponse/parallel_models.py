@@ -1,17 +1,17 @@
 """Models that are spread over several processes: which group they belong to, and which are refused."""
 
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .distributed import ALONE, Group
+from . import _tree
+from .distributed import ALONE, Group, is_replica
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, named
 from .hyperparameters import Weights
+from .sharded import Sharded, refuse_other_shardings
 
 
 def group_of(
@@ -28,8 +28,16 @@ def group_of(
             f"Problem.batch_size must be a function (batch) -> number of examples; got {batch_size!r}."
         )
     modules = [*model.modules(), *hyper.modules()]
-    refuse_sharded(modules, {**dict(model.named_parameters()), **dict(hyper.named_parameters())})
-    held: dict[int, Any] = {id(m.process_group): m.process_group for m in modules if _is_replica(m)}
+    _refuse_fsdp1(modules)
+    tuned = {id(p) for p in hyper.parameters()}
+    weights = {n: p for n, p in model.named_parameters() if id(p) not in tuned}
+    sharded = any(map(_tree.is_sharded, (*weights.values(), *hyper.parameters())))
+    held: dict[int, Any] = {id(m.process_group): m.process_group for m in modules if is_replica(m)}
+    if sharded:
+        refuse_other_shardings(weights, dict(hyper.named_parameters()))
+        first: Any = next(iter(weights.values()))
+        handle = first.device_mesh.get_group()
+        held[id(handle)] = handle
     if group is not None:
         if not (_is_initialised() and isinstance(group, torch.distributed.ProcessGroup)):
             raise ArgumentTypeError(
@@ -47,33 +55,31 @@ def group_of(
         return ALONE
     sparse = {id(m.table) for m in hyper.modules() if isinstance(m, Weights) and m.sparse}
     device = next((p.device for p in model.parameters()), None)
+    if sharded:
+        _refuse_sizes(batch_size)
+        return Sharded(next(iter(held.values())), device, hyper.parameters())
     return Group(next(iter(held.values())), device, batch_size, sparse)
 
 
 def inner(module: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, whose own reductions a problem replaces."""
-    while _is_replica(module):
+    while is_replica(module):
         module = module.module  # type: ignore[assignment]
     return module
 
 
-@contextmanager
-def without_reductions(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let DistributedDataParallel inside a model call its module only, since `Group` takes the means."""
-    replicas = [m for m in modules if _is_replica(m)]
-    for replica in replicas:
-        vars(replica)["forward"] = replica.module
-    try:
-        yield
-    finally:
-        for replica in replicas:
-            vars(replica).pop("forward", None)
-
-
 def check_processes(group: Group, modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Raise for modules that cannot be differentiated over the group, and for tensors that differ between ranks."""
-    listed = list(modules)
-    refuse_sharded(listed, tensors)
+    listed: list[Any] = list(modules)
+    _refuse_fsdp1(listed)
+    for module in listed:
+        if group.sharded and callable(getattr(type(module), "reshard", None)):
+            module.reshard()  # after a forward pass of its own, FSDP may keep the parameters whole
+    if not group.sharded and (late := [n for n, x in tensors.items() if _tree.is_sharded(x)]):
+        raise EvaluationError(
+            f"fully_shard must come before Problem, which holds the parameters; {named(late)} became DTensors since. "
+            "Make the Problem, and the optimisers, after fully_shard."
+        )
     if group.size > 1 and any(isinstance(m, nn.SyncBatchNorm) and m.training for m in listed):
         raise EvaluationError(
             "the losses must not communicate themselves; got SyncBatchNorm in training mode, which has no second "
@@ -83,40 +89,22 @@ def check_processes(group: Group, modules: Iterable[nn.Module], tensors: Mapping
     group.check_equal(tensors)
 
 
-def refuse_sharded(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-    """Raise for FSDP and DTensors."""
-    why = _sharding(modules) or _sharded(tensors)
-    if why:
-        raise EvaluationError(
-            f"hypergradients need whole weights on each rank; got {why}. torch.autograd.grad does not run the "
-            "communication of such models, and would see zeros. Give Problem the plain module, or one in "
-            "DistributedDataParallel."
-        )
-
-
-def _is_replica(module: nn.Module) -> bool:
-    return isinstance(module, nn.parallel.DistributedDataParallel)
-
-
-def _sharding(modules: Iterable[nn.Module]) -> str:
+def _refuse_fsdp1(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        for parent in type(module).__mro__:
-            if parent.__module__.startswith("torch.") and parent.__name__ in (
-                "FullyShardedDataParallel",
-                "FSDPModule",
-            ):
-                return f"a model in FSDP ({parent.__name__})"
-    return ""
+        names = {k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")}
+        if "FullyShardedDataParallel" in names:
+            raise EvaluationError(
+                "hypergradients need sharded weights as DTensors; got FullyShardedDataParallel, whose flat parameters "
+                "torch.autograd.grad does not see. Use torch.distributed.fsdp.fully_shard."
+            )
 
 
-def _sharded(tensors: Mapping[str, Tensor]) -> str:
-    # Code that makes a DTensor has imported its module.
-    module = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(module, "DTensor", None)
-    if kind is None:
-        return ""
-    sharded = [name for name, x in tensors.items() if isinstance(x, kind)]
-    return f"DTensors, {named(sharded)}" if sharded else ""
+def _refuse_sizes(batch_size: object) -> None:
+    if batch_size is not None:
+        raise ArgumentError(
+            "with sharded weights (fully_shard) the batches of all ranks count equally; got batch_size. Leave it out, "
+            "and give each rank as many examples."
+        )
 
 
 def _is_initialised() -> bool:

@@ -189,7 +189,7 @@ class Problem(Undivided):
         They provide it as ``hyperparameters.KnownCurvature``. It serves as a preconditioner and is not part of A.
         """
         known = [m for m in self.hyper.modules() if knows_its_curvature(m)]
-        if not known:
+        if not known or self.group.sharded:
             return None
         total = _tree.zeros_like({n: self.weights[n] for n in names})
         with torch.no_grad():

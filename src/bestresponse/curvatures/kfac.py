@@ -84,7 +84,7 @@ class KFAC(Curvature):
         """
         problem, group = passes.problem, passes.problem.group
         total = group.together(lambda: self._factors(passes, batch))
-        if group.size > 1:
+        if group.averages:
             total.average(group, batch)
         with torch.no_grad():
             rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}

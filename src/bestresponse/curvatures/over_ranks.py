@@ -16,7 +16,7 @@ from .kinks import Kinks
 
 def over_ranks(linearise: Callable[[], Linearisation], passes: Passes, batch: Any) -> Linearisation:
     """The linearisation of one process, or the mean over those of the ranks of the problem's group."""
-    if passes.problem.group.size == 1:
+    if not passes.problem.group.averages:
         return linearise()
     return OverRanks(linearise, passes, batch)
 

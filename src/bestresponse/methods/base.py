@@ -18,6 +18,7 @@ from ..solvers import Solver
 from ..verification.base import Claim, verified
 from .accumulation import accumulate
 from .hypergradient import Hypergradient, added, require_finite, warn_of_failure
+from .sharding import refuse_sharded
 
 
 class Method(ABC):
@@ -35,6 +36,10 @@ class Method(ABC):
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    def needing_whole(self) -> object:
+        """The part that needs whole weights on each rank; None if it runs on sharded ones too."""
+        return self
 
     def parts_that_remember(self) -> Mapping[str, object]:
         """The parts of the method that have their own state on a problem, by name; `Tuner.save` stores these states."""
@@ -135,6 +140,7 @@ def unchecked_hypergradient(
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
+    refuse_sharded(problem, method.needing_whole())
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = {part: problem.state(part).copy() for part in (method, *method.parts_that_remember().values())}
     try:

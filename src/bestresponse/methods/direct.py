@@ -33,6 +33,9 @@ class Direct(Method):
             refuse_unreached(problem, direct, group.reached(live, own))
         return replace(combine(problem, val_loss, direct, {}), norms=read.norms)
 
+    def needing_whole(self) -> object:
+        return None
+
     def claim(self) -> Claim:
         return Value(
             type(self),

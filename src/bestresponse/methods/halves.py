@@ -77,6 +77,9 @@ class Halves(Method):
         shared = self.method.parts_that_remember()
         return {"first half": self.method, "second half": self._second, **shared}
 
+    def needing_whole(self) -> object:
+        return self.method.needing_whole()
+
     def claim(self) -> Claim | None:
         return self.method.claim()
 

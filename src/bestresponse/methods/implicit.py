@@ -21,6 +21,7 @@ from ..verification.claims import SecondDerivatives
 from .base import CurvatureMethod, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
+from .sharding import needing_whole
 from .singular import singular_operation
 from .validation import validation_gradient
 
@@ -110,6 +111,9 @@ class Implicit(CurvatureMethod):
         if report.status is Status.CONVERGED and self.solver.chooses_damping and report.indefinite:
             return Status.NEGATIVE_CURVATURE
         return report.status
+
+    def needing_whole(self) -> object:
+        return needing_whole(self.solver, self.curvature)
 
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))

@@ -138,6 +138,9 @@ class Penalty(Method):
         verify_difference(passes, y, z, batches, gamma, found.arithmetic)
         return here.data(multiplier=gamma)
 
+    def needing_whole(self) -> object:
+        return None
+
     def claim(self) -> Claim:
         """The gradients with respect to λ at one set of weights; the result combines them."""
 

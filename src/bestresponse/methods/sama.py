@@ -19,6 +19,7 @@ from .base import CurvatureMethod, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import Rule, like
+from .sharding import needing_whole
 from .trajectory import Trajectory
 from .validation import validation_gradient
 
@@ -89,6 +90,9 @@ class SAMA(CurvatureMethod):
                 v[name] = v[name].masked_fill(never, 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}
         return replace(combine(problem, val_loss, direct, indirect), norms=read.norms)
+
+    def needing_whole(self) -> object:
+        return needing_whole(None, self.curvature)
 
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=False)

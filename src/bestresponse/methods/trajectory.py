@@ -137,7 +137,7 @@ class Trajectory:
 
     def graphs(self, point: Point, begin: int, end: int) -> "list[Piece]":
         """The same steps as one piece; with several processes as a piece a step, since each pull is a mean."""
-        if self.group.size == 1:
+        if not self.group.averages:
             return [self.graph(point, begin, end)]
         pieces: list[Piece] = []
         for number in range(begin, end):

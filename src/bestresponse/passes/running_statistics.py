@@ -135,7 +135,7 @@ class Reading(NormCalls):
         """s̄ for each of `places`, None where the loss has not read it; raises if the loss has read others."""
         norms = self._norms
         other = self._cotangents.keys() - {key for key, _ in norms}
-        if other and self._passes.problem.group.size > 1:
+        if other and self._passes.problem.group.averages:
             raise EvaluationError(
                 "with several processes, val_loss may read the running statistics of modules alone, from their buffers "
                 f"running_mean and running_var; got others, {[key[1] for key in other][:5]}. Use nn.BatchNorm."
@@ -150,7 +150,7 @@ class Reading(NormCalls):
     @property
     def _norms(self) -> list[tuple[Key, tuple[Tensor, Tensor]]]:
         """The running mean and variance of each module that has them; none for one process alone."""
-        if self._passes.problem.group.size == 1:
+        if not self._passes.problem.group.averages:
             return []
         pairs = [
             (module, buffers.get("running_mean"), buffers.get("running_var"))

@@ -27,6 +27,11 @@ _PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_sche
 def save(tuner: SavedRun, path: str | Path) -> None:
     """Write everything that ``tuner`` needs to continue; see `Tuner.save`. Of several processes rank 0 writes."""
     group = tuner.problem.group
+    if group.sharded:
+        raise ArgumentError(
+            "Tuner.save needs whole weights on rank 0; got sharded ones (fully_shard). Save the state dicts of model, "
+            "hyper and both optimisers with torch.distributed.checkpoint."
+        )
     # A loaded run that has not continued yet is still at its saved position.
     where = tuner.resumed or {
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from .. import _tree
 from ..batches import weighted
 from ..hyperparameters import orthant_wise
-from ..parallel_models import without_reductions
 from ..passes.checked_loss import checked_loss
 from ..passes.embedding import clip_gradients
 from ..problem import Problem
@@ -64,11 +63,12 @@ class WeightSteps:
 
         def own() -> list[Tensor | None]:
             losses = []
-            with without_reductions(problem.model.modules()):
+            modules = (*problem.model.modules(), *problem.hyper.modules())
+            with problem.group.differentiating(modules):
                 for piece, weight in weighted(batch):
-                    loss = weight * checked_loss(
-                        "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
-                    )
+                    with problem.group.reading(modules):
+                        loss = problem.train_loss(problem.model, problem.hyper, piece)
+                    loss = weight * problem.group.joined(checked_loss("train_loss", loss))
                     # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
                     torch.autograd.backward(loss, inputs=weights)
                     losses.append(loss.detach())
@@ -77,7 +77,7 @@ class WeightSteps:
         like = [_tree.number(problem.weights), *weights, *statistics]
         loss, *means = problem.group.mean(own, like, batch)
         assert loss is not None
-        if problem.group.size > 1:
+        if problem.group.averages:
             for w, grad in zip(weights, means, strict=False):
                 w.grad = grad
             for buffer, mean in zip(statistics, means[len(weights) :], strict=True):
@@ -118,7 +118,7 @@ class WeightSteps:
 
 def _running_statistics(problem: Problem) -> list[Tensor]:
     """The running statistics of norms, whose means over the ranks all ranks go on with; none for one process."""
-    if problem.group.size == 1:
+    if not problem.group.averages:
         return []
     names = ("running_mean", "running_var")
     found = [m._buffers.get(name) for m in problem.model.modules() for name in names]

@@ -83,6 +83,8 @@ def _worst(findings: Sequence[Finding]) -> Finding:
 
 def unfit(problem: Problem) -> str:
     """The reason why differences cannot help here; empty if there is none."""
+    if problem.group.sharded:
+        return "the weights are sharded"
     if power_iteration(problem) is not None:
         return "spectral_norm takes its singular vectors as constants in training mode"
     if any(map(has_max_norm, problem.model.modules())):
