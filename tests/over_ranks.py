@@ -252,10 +252,10 @@ def check_tables():
         losses = F.cross_entropy(model(inputs), targets, reduction="none")
         return (hyper(index) * losses).mean() + 0.01 * sum(p.square().sum() for p in model.parameters())
 
-    def run(batch, val_batch, **settings):
+    def run(batch, val_batch, table=None, method=None, **settings):
         net, _ = network()
-        problem = br.Problem(net, Weights(ROWS), weighted_loss, val, **settings)
-        return br.hypergradient(problem, batch, val_batch, br.Implicit(CG)).total["table"]
+        problem = br.Problem(net, table or Weights(ROWS), weighted_loss, val, **settings)
+        return br.hypergradient(problem, batch, val_batch, method or br.Implicit(CG)).total["table"]
 
     index = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
     batch = index, *data()
@@ -263,6 +263,16 @@ def check_tables():
     measured = run(part(batch), part(data(6)), group=dist.group.WORLD)
     assert measured.is_sparse
     close(measured.to_dense(), expected.to_dense())
+
+    # Each rank's table has the weights of its own examples; the joined one has all of them.
+    for method in (br.Implicit(CG), br.Unrolled(3, 0.1)):
+        joined = run((torch.arange(ROWS), *data()), data(6), method=method).to_dense()
+        mine = torch.arange(len(part(data())[0])), *part(data())
+        own = Weights(len(mine[0]), sharded=True)
+        measured = run(mine, part(data(6)), own, method, group=dist.group.WORLD).to_dense()
+        assert (measured - part((joined,))[0]).norm() < 1e-10 * joined.norm()
+        own.table.data += RANK  # the tables of the ranks may differ
+        run(mine, part(data(6)), own, method, group=dist.group.WORLD)
 
 
 def check_one_reduction_a_product():

@@ -27,6 +27,8 @@ ALL = (
     "nested",
     "influence",
     "runs",
+    "sharded",
+    "sharded_run",
 )
 
 

@@ -34,9 +34,11 @@ class Group:
         batch_size: the number of examples of a batch, by which it counts. None counts `Batches` with weights by their
             sum, and everything else equally.
         sparse: the identities of the parameters with sparse gradients.
+        own: the identities of the hyperparameters that belong to one rank: tables of its own examples.
 
     Attributes:
         batch_size: as given.
+        own: as given.
         rank, size: the number of this process in the group, and the number of processes.
         averages: whether each process has its own derivatives, of which the means are taken.
         sharded: whether each process has a part of the weights.
@@ -49,9 +51,10 @@ class Group:
         device: torch.device | None = None,
         batch_size: Callable[[Any], float] | None = None,
         sparse: Collection[int] = (),
+        own: Collection[int] = (),
     ) -> None:
         self.handle, self._device = handle, device
-        self.batch_size, self._sparse = batch_size, frozenset(sparse)
+        self.batch_size, self.own, self._apart = batch_size, frozenset(own), frozenset({*sparse, *own})
         self.rank = 0 if handle is None else torch.distributed.get_rank(handle)
         self.size = 1 if handle is None else torch.distributed.get_world_size(handle)
         self.averages, self.sharded = self.size > 1, False
@@ -120,7 +123,7 @@ class Group:
             own, size = compute(), 1.0 if batch is None else self.size_of(batch)
         except Exception as caught:
             error = caught
-        dense = [i for i, x in enumerate(like) if id(x) not in self._sparse]
+        dense = [i for i, x in enumerate(like) if id(x) not in self._apart]
         numbers = [float(error is not None), size, *(float(x is not None) for x in own)]
         flat = self._flat(numbers, [own[i] for i in dense], [like[i] for i in dense], size)
         self.reduce(flat)
@@ -133,8 +136,11 @@ class Group:
         for index, piece in pieces.items():
             result[int(index)] = piece if counts[int(index)] else None
         for i in set(range(len(like))) - set(dense):
-            if counts[i]:
-                result[i] = self._sparse_mean(own[i], like[i], size / total)
+            part, x, share = own[i], like[i], size / total
+            if counts[i] and id(x) in self.own:
+                result[i] = torch.zeros_like(x) if part is None else part * share
+            elif counts[i]:
+                result[i] = self._sparse_mean(part, x, share)
         return result
 
     def _sparse_mean(self, own: Tensor | None, like: Tensor, share: float) -> Tensor:
@@ -158,6 +164,10 @@ class Group:
         sizes = (self.size_of(one), self.size_of(other)) if counted else (known, 1.0 - known)
         means = self.mean_of({"one": sizes[0], "other": sizes[1]})
         return means["one"] / (means["one"] + means["other"])
+
+    def largest(self, number: float) -> float:
+        """The largest of the numbers of all ranks, which differ only if ranks have hyperparameters of their own."""
+        return max(self.gather(number), key=lambda x: (not math.isfinite(x), x)) if self.own else number
 
     def together(self, compute: Callable[[], T]) -> T:
         """What ``compute`` returns on this rank; all ranks raise if it fails on one of them."""
@@ -203,6 +213,7 @@ class Group:
         """Raise unless weights and hyperparameters are the same on all ranks, by their sums and norms."""
         if not self.averages:
             return
+        tensors = {n: x for n, x in tensors.items() if id(x) not in self.own}
         layout = {n: (list(x.shape), str(x.dtype)) for n, x in tensors.items()}
         if layout != self._layout:
             self.require_same(layout, "weights and hyperparameters, by name, shape and dtype")
@@ -284,15 +295,3 @@ class _Answering:
                 f"from another one, which has ended or takes another path ({reason}). Look at the first error of the "
                 "other processes, and start the run again; Tuner.load continues from its last checkpoint."
             ) from error
-
-
-class Replaced(torch.autograd.Function):
-    """A tensor with another value: the mean over the ranks in place of a rank's own, whose graph it keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
-        return slopes[0], None

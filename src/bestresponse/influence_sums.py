@@ -62,14 +62,15 @@ class Sums:
         """Add the sums of all ranks of a group."""
         if not group.averages:
             return
-        names = list(self._total)
+        tuned = self._problem.hyperparameters
+        names = [n for n in self._total if id(tuned[n]) not in group.own]
         means = group.mean(lambda: [self._total[n] for n in names], [self._total[n] for n in names])
-        self._total = {n: group.size * x for n, x in zip(names, means, strict=True) if x is not None}
+        self._total |= {n: group.size * x for n, x in zip(names, means, strict=True) if x is not None}
         numbers = group.mean_of({"whole": self.whole, "examples": self.examples})
         self.whole, self.examples = (group.size * numbers[n] for n in ("whole", "examples"))
         self.reached = group.reached(self._problem.live(), self.reached)
         found = group.gather(self._seen)
-        for name in {n: None for seen in found for n in seen}:
+        for name in {n: None for seen in found for n in seen if n in names}:
             masks = [seen[name] for seen in found if name in seen]
             dense = any(mask is None for mask in masks)
             self._seen[name] = None if dense else torch.stack([m for m in masks if m is not None]).any(0)

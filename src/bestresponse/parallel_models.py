@@ -54,11 +54,12 @@ def group_of(
         _warn_of_group()
         return ALONE
     sparse = {id(m.table) for m in hyper.modules() if isinstance(m, Weights) and m.sparse}
+    own = {id(m.table) for m in hyper.modules() if isinstance(m, Weights) and m.sharded}
     device = next((p.device for p in model.parameters()), None)
     if sharded:
-        _refuse_sizes(batch_size)
+        _refuse_sizes(batch_size, own)
         return Sharded(next(iter(held.values())), device, hyper.parameters())
-    return Group(next(iter(held.values())), device, batch_size, sparse)
+    return Group(next(iter(held.values())), device, batch_size, sparse, own)
 
 
 def inner(module: nn.Module) -> nn.Module:
@@ -99,11 +100,12 @@ def _refuse_fsdp1(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _refuse_sizes(batch_size: object) -> None:
-    if batch_size is not None:
+def _refuse_sizes(batch_size: object, own: object) -> None:
+    if batch_size is not None or own:
         raise ArgumentError(
-            "with sharded weights (fully_shard) the batches of all ranks count equally; got batch_size. Leave it out, "
-            "and give each rank as many examples."
+            "with sharded weights (fully_shard) the batches of all ranks count equally, and all ranks have the same "
+            f"hyperparameters; got {'Weights(sharded=True)' if own else 'batch_size'}. Leave it out, and give each "
+            "rank as many examples."
         )
 
 

@@ -57,6 +57,11 @@ class Hypernetwork(nn.Module, ABC):
         self.source, self.samples = problem, samples
         self.base = nn.ParameterList(nn.Parameter(w.detach().clone()) for w in problem.weights.values())
         self.register_buffer("centre", _vector(problem.hyperparameters).detach())
+        if problem.group.own or problem.group.sharded:
+            raise ArgumentError(
+                f"{type(self).__name__} needs the same weights and hyperparameters on all ranks; got sharded ones. Use "
+                "Implicit."
+            )
         self._template = Template(problem)
         self._reached: dict[str, set[str]] = {}
 

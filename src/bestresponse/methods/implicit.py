@@ -89,7 +89,7 @@ class Implicit(CurvatureMethod):
             mixed = resumed(system.mixed)(solution.x)
             indirect = {n: None if x is None else -x for n, x in mixed.items()}
             result = combine(problem, val_loss, direct, indirect)
-            size = result.norm
+            size = problem.group.largest(result.norm)
         singular = ""
         if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
             _, again, _ = validation_gradient(passes, val_batch, Reading(passes, train_batch))

@@ -11,7 +11,6 @@ from .._tree import Tree
 from ..batches import Batches, weighted
 from ..curvatures.base import warn_of_unreached
 from ..curvatures.power_iteration import warn_of_power_iterations
-from ..distributed import Replaced
 from ..errors import ArgumentError, DivergedError, NotFiniteError
 from ..passes import graph
 from ..passes.passes import Buffers
@@ -235,11 +234,23 @@ class Piece:
         return lambda tangents: self._path.mean(lambda: own(tangents), end)
 
 
+class _Replaced(torch.autograd.Function):
+    """A tensor with another value: the mean over the ranks in place of a rank's own, whose graph it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        return slopes[0], None
+
+
 def _with_value(own: Tensor | None, mean: Tensor) -> Tensor:
     """The mean over the ranks with the graph of this rank's own tensor, whose derivatives are averaged at the end."""
     if own is None or own is mean or not own.requires_grad:
         return mean
-    replaced: Tensor = Replaced.apply(own, mean)  # type: ignore[no-untyped-call]
+    replaced: Tensor = _Replaced.apply(own, mean)  # type: ignore[no-untyped-call]
     return replaced
 
 

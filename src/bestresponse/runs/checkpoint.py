@@ -27,10 +27,15 @@ _PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_sche
 def save(tuner: SavedRun, path: str | Path) -> None:
     """Write everything that ``tuner`` needs to continue; see `Tuner.save`. Of several processes rank 0 writes."""
     group = tuner.problem.group
-    if group.sharded:
+    if group.sharded or group.own:
+        got = (
+            "sharded weights (fully_shard)"
+            if group.sharded
+            else "a table of each rank's own, Weights(sharded=True)"
+        )
         raise ArgumentError(
-            "Tuner.save needs whole weights on rank 0; got sharded ones (fully_shard). Save the state dicts of model, "
-            "hyper and both optimisers with torch.distributed.checkpoint."
+            f"Tuner.save needs all weights and hyperparameters on rank 0; got {got}. Save the state dicts of model, "
+            "hyper and both optimisers on each rank, for example with torch.distributed.checkpoint."
         )
     # A loaded run that has not continued yet is still at its saved position.
     where = tuner.resumed or {
