@@ -84,8 +84,11 @@ class Sharded(Group):
         if whole is None or (torch.is_grad_enabled() and p.requires_grad and not whole.requires_grad):
             whole = _apply(_Gather, p, self)
             self._whole[id(p)] = weakref.ref(whole)
-            self._places[whole.untyped_storage().data_ptr()] = weakref.ref(whole), p
+            self._note(whole, p)
         return whole
+
+    def _note(self, whole: Tensor, p: Tensor) -> None:
+        self._places[whole.untyped_storage().data_ptr()] = weakref.ref(whole), p
 
     def _pack(self, x: Tensor) -> Any:
         place = x.untyped_storage().data_ptr() if type(x) is Tensor else 0
@@ -103,6 +106,7 @@ class Sharded(Group):
             self._last = None
             with torch.no_grad():
                 self._last = p, self.full(p)
+            self._note(self._last[1], p)  # the graph of a gradient may keep it again
         whole = self._last[1]
         return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
