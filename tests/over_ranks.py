@@ -416,11 +416,25 @@ def sharded_adam(problem):
 
 
 def check_sharded_run():
-    one = tuner_of(br.Problem(*network(), train, val), clip_weights=0.5)
+
+    def watched(batches):
+        def measured(model, hyper):
+            return {"of": float(val(model, hyper, batches(8)))}
+
+        callbacks = [br.callbacks.Evaluate(measured, 10), br.callbacks.KeepBest("of")]
+        return {"watch": [batches(7)], "callbacks": callbacks}
+
+    one = tuner_of(br.Problem(*network(), train, val), clip_weights=0.5, **watched(data))
     one.fit([data(), data(9)], [data(6)], 30)
-    many = tuner_of(br.Problem(*sharded(), train, val), clip_weights=0.5)
+    many = tuner_of(
+        br.Problem(*sharded(), train, val), clip_weights=0.5, **watched(lambda seed: part(data(seed)))
+    )
     many.fit([part(data()), part(data(9))], [part(data(6))], 30)
     close(many.problem.hyperparameters["l"].detach(), one.problem.hyperparameters["l"].detach(), 1e-8)
+    for mine, theirs in zip(many.history[9::10], one.history[9::10], strict=True):
+        assert all(
+            abs(mine[key] - theirs[key]) < 1e-8 for key in ("watch_loss", "of", "train_loss", "val_loss")
+        )
 
 
 def saved(problem, path):

@@ -32,7 +32,7 @@ ALL = (
 )
 
 
-def started(ranks, *arguments):
+def started(ranks, *arguments, file=HERE / "over_ranks.py"):
     """The processes of a group that run checks, with what they write."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -46,7 +46,7 @@ def started(ranks, *arguments):
     }
     return [
         subprocess.Popen(
-            [sys.executable, str(HERE / "over_ranks.py"), *map(str, arguments)],
+            [sys.executable, str(file), *map(str, arguments)],
             env={**os.environ, **place, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -65,8 +65,8 @@ def finished(processes):
             process.kill()
 
 
-def run(ranks, *arguments):
-    processes = started(ranks, *arguments)
+def run(ranks, *arguments, **settings):
+    processes = started(ranks, *arguments, **settings)
     said = finished(processes)
     assert [p.returncode for p in processes] == [0] * ranks, "\n".join(said)
 
@@ -97,6 +97,17 @@ def test_a_lost_rank_ends_the_run_with_one_sentence():
     said, _ = finished(processes)
     assert processes[0].returncode == 1
     assert "EvaluationError: every process of the group must answer; rank 0 of 2 got no answer" in said
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_runs(tmp_path):
+    page = (HERE.parent / "docs" / "several-processes.md").read_text(encoding="utf-8")
+    file = tmp_path / "tune.py"
+    code = page.split("```python\n")[1].split("```")[0]
+    file.write_text(code.replace("runs/ranks", str(tmp_path)), encoding="utf-8")
+    run(2, file=file)
+    rows = (tmp_path / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 20
 
 
 def problem_of(model, **settings):

@@ -71,8 +71,7 @@ def inner(module: nn.Module) -> nn.Module:
 
 def check_processes(group: Group, modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Raise for modules that cannot be differentiated over the group, and for tensors that differ between ranks."""
-    listed: list[Any] = list(modules)
-    _refuse_fsdp1(listed)
+    listed: list[Any] = list(modules) if group.size > 1 else []
     for module in listed:
         if group.sharded and callable(getattr(type(module), "reshard", None)):
             module.reshard()  # after a forward pass of its own, FSDP may keep the parameters whole

@@ -45,7 +45,8 @@ class Evaluate:
         if tuner.hyper_step % self.every and tuner.hyper_step != tuner.last_hyper_step:
             return
         problem = tuner.problem
-        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad():
+        reading = problem.group.reading((*problem.model.modules(), *problem.hyper.modules()))
+        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad(), reading:
             values = problem.group.together(lambda: self.function(problem.model, problem.hyper))
         values = problem.group.mean_of({name: float(value) for name, value in values.items()})
         tuner.history[-1].update(values)

@@ -86,7 +86,8 @@ class Watch(KeepBest):
     def _own(self, problem: Problem) -> tuple[float, float]:
         """The sum of the losses over the examples of this process, and their number."""
         total, count = 0.0, 0.0
-        with problem.undisturbed(twice=False) as passes, passes.validating(), torch.no_grad():
+        reading = problem.group.reading((*problem.model.modules(), *problem.hyper.modules()))
+        with problem.undisturbed(twice=False) as passes, passes.validating(), torch.no_grad(), reading:
             for batch in self.batches:
                 size = sum(length_of(piece) or 1 for piece, _ in weighted(batch))
                 for piece, weight in weighted(batch):
