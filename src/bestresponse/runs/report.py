@@ -56,6 +56,8 @@ class Report:
         self._written: float | None = None
 
     def __call__(self, tuner: SavedRun) -> None:
+        if tuner.problem.group.rank:  # of several processes rank 0 writes
+            return
         self._tuner = tuner
         self._first = self._first or _histograms(tuner.problem.hyperparameters)
         if self._written is None:
