@@ -1,6 +1,7 @@
 """The command ``bestresponse``, whose options come from dataclasses."""
 
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -53,6 +54,9 @@ _Options = TypeVar("_Options")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Under torchrun, rank 0 runs the command, and the others have nothing to do.
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        return 0
     try:
         return _run(words)
     except Error as error:

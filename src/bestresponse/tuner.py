@@ -158,6 +158,7 @@ class Tuner:
         # Checkpoints come last, since other callbacks may change the row.
         for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
             callback(self)
+            self.stopped = next(filter(None, self.problem.group.gather(self.stopped)), None)
         return row
 
     def save(self, path: str | Path) -> None:
@@ -277,7 +278,7 @@ class Tuner:
         """Whether to step along a hypergradient; raises if the policy requires it."""
         failed = result.solve is not None and result.solve.status.failed
         if self.policy == "skip":
-            useless = failed or bool(_tree.not_finite(result.total))
+            useless = any(self.problem.group.gather(failed or bool(_tree.not_finite(result.total))))
             if useless:
                 self.problem.warn_once("skipped", skip_message(number))
             return not useless

@@ -49,6 +49,8 @@ class Weights(nn.Module):
         sparse: False gives dense gradients, for optimisers that need them.
         shrinkage: a strength, towards the initial weight; or a `Shrinkage`, whose ``towards`` is a weight. Only the
             rows of the last batch shrink. The mean of the table, ``Shrinkage(τ)``, reads all of it in each step.
+        sharded: whether each of several processes has its own table, with n weights for its own examples. The
+            hypergradient is the derivative of the mean loss of all ranks with respect to this table.
         dtype: the dtype of the table; None means torch's default.
 
     Raises:
@@ -65,6 +67,7 @@ class Weights(nn.Module):
         mean_one: bool = False,
         sparse: bool = True,
         shrinkage: float | Shrinkage | None = None,
+        sharded: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -83,6 +86,7 @@ class Weights(nn.Module):
         between = "between 0 and 1" if positive == "sigmoid" else "above 0 and finite"
         require(0.0 < initial < below, "Weights.initial", between, initial)
         self.positive, self.mean_one, self.sparse = positive, mean_one, sparse and positive != "softmax"
+        self.sharded = sharded
         self.table = nn.Parameter(torch.full((n,), self._stored(initial), dtype=dtype))
         self.per: Tensor | None
         self.register_buffer("per", None if per is None else _groups(per, n))

@@ -5,7 +5,8 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..memory import settings_of
-from ..runs.checkpoint import _as_data, _load_method, _remembering, _stateful
+from ..runs.checkpoint import _load_method, _remembering, _stateful
+from ..runs.plain_data import as_data
 from ..tuner import Tuner
 
 _PARTS = ("hyper_optimizer", "hyper_scheduler")
@@ -26,7 +27,7 @@ def state_of(tuner: Tuner, **more: Any) -> dict[str, Any]:
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         **more,
     }
-    return {name: _as_data(value, name) for name, value in state.items()}
+    return {name: as_data(value, name) for name, value in state.items()}
 
 
 def load_state(tuner: Tuner, state: Mapping[str, Any]) -> None:

@@ -10,19 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _tree
-from .._tree import Tree
-from ..batches import weighted
 from ..curvatures import Curvature
-from ..errors import ArgumentTypeError, DivergedError, EvaluationError
-from ..passes import graph
+from ..errors import ArgumentTypeError, DivergedError
 from ..passes.foreign_errors import foreign_errors_told
-from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
 from ..solvers import Solver
 from ..verification.base import Claim, verified
 from .accumulation import accumulate
 from .hypergradient import Hypergradient, added, require_finite, warn_of_failure
-from .reach import reaches, unreached_by_validation
+from .sharding import refuse_sharded
 
 
 class Method(ABC):
@@ -40,6 +36,10 @@ class Method(ABC):
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    def needing_whole(self) -> object:
+        """The part that needs whole weights on each rank; None if it runs on sharded ones too."""
+        return self
 
     def parts_that_remember(self) -> Mapping[str, object]:
         """The parts of the method that have their own state on a problem, by name; `Tuner.save` stores these states."""
@@ -140,6 +140,7 @@ def unchecked_hypergradient(
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
     problem.check_intact()
+    refuse_sharded(problem, method.needing_whole())
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = {part: problem.state(part).copy() for part in (method, *method.parts_that_remember().values())}
     try:
@@ -186,48 +187,6 @@ def require_method(method: object) -> None:
     elif isinstance(method, type):
         advice = f"Create an instance: {method.__name__}(...)."
     raise ArgumentTypeError(f"method must be a method; got {method!r}. {advice}")
-
-
-def validation_gradient(
-    passes: Passes,
-    batch: Any,
-    read: Reading,
-    weights: Tree | None = None,
-    through_weights: bool = True,
-) -> tuple[float, Tree, dict[str, Tensor | None]]:
-    """L_V, ∂L_V/∂w (zero if L_V does not depend on w) and ∂L_V/∂λ (None if not on λ), running statistics included.
-
-    With ``through_weights`` it raises if L_V depends on no weight.
-    """
-    problem = passes.problem
-    at = problem.weights if weights is None else weights
-    inputs = [*at.values(), *problem.hyperparameters.values()]
-    total: list[Tensor | None] = [None] * len(inputs)
-    value, reached = 0.0, not through_weights
-    # One batch's graph at a time. The backward pass also runs in the mode of the loss.
-    for number, (piece, weight) in enumerate(weighted(batch)):
-        with passes.numbered(number), passes.validating():
-            with read:
-                loss = passes.val_loss(piece, weights)
-            graph.refuse_reentrant(loss)
-            passes.rewind()
-            gradients = [None if g is None else _tree.dense(g) for g in read.gradients(loss, inputs, weight)]
-        reached = reached or reaches(loss, gradients[: len(at)], at.values())
-        total = [graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
-        value += weight * float(loss.detach())
-    if not reached:
-        raise unreached_by_validation(problem)
-    total = list(map(graph.plus, total, read.followed(inputs, weights)))
-    of_weights = {
-        n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
-    }
-    direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, total[len(at) :], strict=True))
-    if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
-        raise EvaluationError(
-            f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
-            "Look for sqrt, log or division at zero in val_loss."
-        )
-    return value, of_weights, direct
 
 
 def combine(

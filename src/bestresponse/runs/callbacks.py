@@ -31,7 +31,8 @@ class Evaluate:
 
     Args:
         function: (model, hyper) -> dict of numbers, which are added to the row in the history. It runs in
-            eval mode without gradients, and leaves random state and buffers as they were.
+            eval mode without gradients, and leaves random state and buffers as they were. Of several processes the
+            means are taken, each counting equally.
         every: hyper-steps between two measurements; the last one that `Tuner.fit` was asked for is measured
             in any case.
     """
@@ -44,9 +45,11 @@ class Evaluate:
         if tuner.hyper_step % self.every and tuner.hyper_step != tuner.last_hyper_step:
             return
         problem = tuner.problem
-        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad():
-            values = self.function(problem.model, problem.hyper)
-        tuner.history[-1].update({name: float(value) for name, value in values.items()})
+        reading = problem.group.reading((*problem.model.modules(), *problem.hyper.modules()))
+        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad(), reading:
+            values = problem.group.together(lambda: self.function(problem.model, problem.hyper))
+        values = problem.group.mean_of({name: float(value) for name, value in values.items()})
+        tuner.history[-1].update(values)
 
 
 class StopAtNoise:
@@ -103,6 +106,8 @@ class Checkpoint:
 class JSONLines:
     """Write each row of the history to a file as it comes, a JSON object a line.
 
+    Of several processes rank 0 writes.
+
     Args:
         path: the file; rows are appended. A run that goes on from a saved state first removes the rows that
             were written after it was saved.
@@ -114,6 +119,8 @@ class JSONLines:
         self._resumed = False
 
     def __call__(self, tuner: Run) -> None:
+        if tuner.problem.group.rank:
+            return
         if self._resumed and self.path.exists():
             self._cut(tuner.hyper_step)
         self._resumed = False

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import warnings
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import Group
 from ..errors import ArgumentError, BestResponseWarning
 from ..memory import MethodState, settings_of
 from ..passes import random_state
+from .plain_data import as_data
 from .run import SavedRun
 
 _FORMAT = 3
@@ -24,13 +25,30 @@ _PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_sche
 
 
 def save(tuner: SavedRun, path: str | Path) -> None:
-    """Write everything that ``tuner`` needs to continue; see `Tuner.save`."""
-    problem = tuner.problem
+    """Write everything that ``tuner`` needs to continue; see `Tuner.save`. Of several processes rank 0 writes."""
+    group = tuner.problem.group
+    if group.sharded or group.own:
+        got = (
+            "sharded weights (fully_shard)"
+            if group.sharded
+            else "a table of each rank's own, Weights(sharded=True)"
+        )
+        raise ArgumentError(
+            f"Tuner.save needs all weights and hyperparameters on rank 0; got {got}. Save the state dicts of model, "
+            "hyper and both optimisers on each rank, for example with torch.distributed.checkpoint."
+        )
     # A loaded run that has not continued yet is still at its saved position.
     where = tuner.resumed or {
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},
         "random": random_state.snapshot(),
     }
+    first, *others = group.gather(as_data(where, "streams"))
+    group.together(lambda: None if group.rank else _write(_content(tuner, first, others), Path(path)))
+
+
+def _content(tuner: SavedRun, where: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """All data of a run: ``where`` has the batches' position and the random state of rank 0, ``others`` of the rest."""
+    problem = tuner.problem
     content: dict[str, Any] = {
         "bestresponse": _FORMAT,
         "modules": {name: _module_state(getattr(problem, name)) for name in _MODULES},
@@ -42,10 +60,14 @@ def save(tuner: SavedRun, path: str | Path) -> None:
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         "settings": {name: getattr(tuner, name) for name in _SETTINGS},
+        "ranks": others,
         **where,
     }
-    content = {name: _as_data(value, name) for name, value in content.items()}
-    path = Path(path)
+    return {name: as_data(value, name) for name, value in content.items()}
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    """Write a file that is complete at any time."""
     if not path.name:
         raise ArgumentError(f"Tuner.save needs a path of a file that can be written; got {str(path)!r}.")
     part = path.with_name(f".{path.name}.part")
@@ -91,13 +113,34 @@ def load(tuner: SavedRun, path: str | Path) -> None:
     for name in _PROGRESS:
         setattr(tuner, name, content["progress"][name])
     tuner.streams.clear()
-    tuner.resumed = {"streams": content["streams"], "random": content["random"]}
+    tuner.resumed = _place(content, tuner.problem.group)
     waiting = list(content["callbacks"])
     for callback in stateful:
         found = next((x for x in waiting if x[0] == type(callback).__name__), None)
         if found is not None:
             waiting.remove(found)
             callback.load_state_dict(found[1])
+
+
+def _place(content: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """The position in the batches and the random state of this rank; a new round if there were more or fewer ranks."""
+    ranks = [{name: content[name] for name in ("streams", "random")}, *content.get("ranks", [])]
+    if len(ranks) == group.size:
+        return dict(ranks[group.rank])
+    warnings.warn(
+        f"the run was saved by {len(ranks)} processes and continues on {group.size}: each has other batches, so a new "
+        "round of them begins.",
+        BestResponseWarning,
+        stacklevel=4,
+    )
+    if group.rank < len(ranks):
+        return {"streams": {}, "random": ranks[group.rank]["random"]}
+    before = random_state.snapshot()
+    random_state.restore(ranks[0]["random"])
+    random_state.seed_all(int(torch.randint(2**62, ())) + group.rank)
+    state = random_state.snapshot()
+    random_state.restore(before)
+    return {"streams": {}, "random": state}
 
 
 def _parts(tuner: SavedRun) -> dict[str, Any]:
@@ -144,36 +187,6 @@ def _load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
                 other.load_state_dict(state)
             raise ArgumentError(f"{name} must be like the saved one: {error}") from error
         before.append((part, earlier))
-
-
-def _as_data(value: Any, place: str) -> Any:
-    """The same data as tensors and Python's own types, which can be read without running code.
-
-    Raises:
-        ArgumentError: the data holds something else; the message names the place.
-    """
-    if type(value) in (float, int, str, bool):  # first, since a long history consists of them
-        return value
-    if value is None or isinstance(value, bytes | Tensor | torch.Size | torch.dtype | torch.device):
-        return value
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):  # NumPy's float64 and enumerations of texts are subclasses
-            return value if type(value) is kind else kind(value)
-    if isinstance(value, dict):
-        data = {_as_data(k, place): _as_data(x, f"{place}[{k!r}]") for k, x in value.items()}
-        # A module's state keeps versions in an attribute; a counter or a default dict keeps its kind.
-        unchanged = all(data.get(k) is x for k, x in value.items())
-        return value if unchanged and type(value) in (OrderedDict, Counter) else data
-    if type(value) in (list, tuple):
-        return type(value)(_as_data(x, f"{place}[{i}]") for i, x in enumerate(value))
-    if isinstance(value, set | frozenset):
-        return set(_as_data(sorted(value), place))
-    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
-        return _as_data(value.tolist(), place)
-    raise ArgumentError(
-        f"Tuner.save can write only tensors and plain data (numbers, texts, lists, dicts); got a "
-        f"{type(value).__name__} at {place}. Leave it out of that state_dict, or convert it to plain data."
-    )
 
 
 def _read(path: str | Path) -> dict[str, Any]:

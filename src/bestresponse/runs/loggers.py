@@ -25,6 +25,8 @@ class Logger(ABC):
     _resumed: dict[str, Any] | None = None
 
     def __call__(self, tuner: Run) -> None:
+        if tuner.problem.group.rank:  # of several processes rank 0 logs
+            return
         if not self._open:
             self.open(tuner)
             self._open = True

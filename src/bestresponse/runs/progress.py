@@ -82,7 +82,8 @@ class Progress:
 
     def __call__(self, tuner: Run) -> None:
         if self._bar is None:
-            self._bar = Bar(tuner.last_hyper_step, "hyper-step", tuner.hyper_step - 1)
+            shown = tuner.problem.group.rank == 0
+            self._bar = Bar(tuner.last_hyper_step, "hyper-step", tuner.hyper_step - 1, shown)
         row = tuner.history[-1]
         losses = f"train={row['train_loss']:.3g}, val={row['val_loss']:.3g}"
         if "watch_loss" in row:

@@ -58,6 +58,8 @@ class Report:
         self._written: float | None = None
 
     def __call__(self, tuner: SavedRun) -> None:
+        if tuner.problem.group.rank:  # of several processes rank 0 writes
+            return
         if self._first is None:
             self._first = _histograms(plain_values(tuner.problem))
         if self._written is None:
