@@ -53,8 +53,19 @@ def regression() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 10))
 
 
-def decay(model: nn.Module, *_: Any) -> Tensor:
-    return DECAY / 2 * torch.stack([w.square().sum() for w in model.parameters()]).sum()
+class Decay:
+    """DECAY / 2 ‖w‖², which knows its curvature, so that KFAC's inverse has it."""
+
+    def __call__(self, model: nn.Module, *_: Any) -> Tensor:
+        return DECAY / 2 * torch.stack([w.square().sum() for w in model.parameters()]).sum()
+
+    forward = __call__
+
+    def curvature_diagonal(self, model: nn.Module) -> dict[str, Tensor]:
+        return {n: torch.full_like(w, DECAY) for n, w in model.named_parameters()}
+
+
+decay = Decay()
 
 
 def predict(model: nn.Module, weights: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -80,7 +91,7 @@ METHODS: dict[str, Callable[[], br.Implicit]] = {
         br.ConjugateGradient(300, tolerance=1e-3, recycle=500), br.GaussNewton(*PARTS)
     ),
     "KFAC": lambda: br.Implicit(
-        br.ConjugateGradient(50, tolerance=1e-2, preconditioner=br.KFAC(*PARTS)), br.KFAC(*PARTS)
+        br.ConjugateGradient(50, tolerance=1e-2, preconditioner=br.KFAC(*PARTS, steady=0.0)), br.KFAC(*PARTS)
     ),
 }
 

@@ -1,5 +1,6 @@
 """Kronecker factors of the Gauss-Newton matrix, layer by layer."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
 from ..distributed import Group
-from ..errors import named, require_integer
+from ..errors import named, require, require_integer, require_number
 from ..hyperparameters.protocol import diagonal_of, knows_its_curvature
 from ..passes import graph
 from ..problem import Passes, Problem
@@ -24,9 +25,6 @@ from .base import Curvature, Linearisation
 from .kronecker import Layer, supported
 from .outputs import root_columns, with_graph
 from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
-
-# The share of the largest eigenvalue that steadies a preconditioner.
-_STEADY = 0.1
 
 Calls = dict[nn.Module, list["Call"]]
 
@@ -54,6 +52,9 @@ class KFAC(Curvature):
             first dimension of the outputs: no term couples examples. For a preconditioner
             they are not compared with train_loss, and only a known diagonal of ``rest`` is used.
         samples: the number of random columns of S; None takes all of them, as many as an example has outputs.
+        steady: the damping of a preconditioner, as a share σ ≥ 0 of the largest eigenvalue λ_max. It covers directions
+            whose curvature the factors miss. If the curvature of the system is the same KFAC, nothing is missed, and
+            ``steady=0`` is best: where the diagonal of ``rest`` is known, the preconditioner is nearly the inverse.
 
     Raises:
         EvaluationError: the loss couples examples, or is not convex in the outputs; as a curvature, loss(predict)
@@ -66,21 +67,23 @@ class KFAC(Curvature):
     loss: OutputLoss
     rest: Rest | nn.Module | None = None
     samples: int | None = None
+    steady: float = 0.1
 
     def __post_init__(self) -> None:
         check_parts(self)
         if self.samples is not None:
             require_integer("KFAC.samples", self.samples, 1)
+        require_number("KFAC.steady", self.steady)
+        require(0.0 <= self.steady < math.inf, "KFAC.steady", "≥ 0 and finite", self.steady)
 
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         return _Kronecker(self, passes, batch)
 
     def make_preconditioner(self, passes: Passes, batch: Any) -> Preconditioner:
-        """The map r ↦ (A + (δ + 0.1 λ_max) I)⁻¹ r at any damping δ, by the eigenvalues of the factors.
+        """The map r ↦ (A + (δ + σ λ_max) I)⁻¹ r at any damping δ, by the eigenvalues of the factors.
 
-        Each layer uses the mean of the diagonal of ``rest``. The tenth of the largest eigenvalue of all blocks covers
-        directions whose curvature the factors miss; without it they slow conjugate gradient down. For several
-        `Batches` the factors are the means.
+        Each layer uses the mean of the diagonal of ``rest``, and λ_max is the largest eigenvalue of all blocks. For
+        several `Batches` the factors are the means.
         """
         problem, group = passes.problem, passes.problem.group
         total = group.together(lambda: self._factors(passes, batch))
@@ -88,7 +91,7 @@ class KFAC(Curvature):
             total.average(group, batch)
         with torch.no_grad():
             rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
-            return _Inverse(total, rest)
+            return _Inverse(total, rest, self.steady)
 
     def _factors(self, passes: Passes, batch: Any) -> "Factors":
         problem = passes.problem
@@ -224,14 +227,15 @@ class Factors:
 class _Inverse(Preconditioner):
     """The inverse of the factors, the diagonal of the rest and the damping."""
 
-    def __init__(self, factors: Factors, rest: Tree) -> None:
+    def __init__(self, factors: Factors, rest: Tree, steady: float) -> None:
         self.detail = factors.detail
         self._diagonal, self._rest = factors.diagonal, rest
         self._spectra = [layer.spectrum(rest) for layer in factors.layers.values()]
         tops = [top for top, _ in self._spectra] or [
             float(d.max()) for d in self._diagonal.values() if d.numel()
         ]
-        self._steady = _STEADY * max(tops, default=0.0) or 1.0
+        top = max(tops, default=0.0)
+        self._steady = max(steady, 1e-12) * top or 1.0  # a null space of the factors must not divide by zero
 
     def at(self, damping: float) -> Product:
         shift = damping + self._steady
