@@ -41,6 +41,10 @@ class SolveError(EvaluationError):
     """A linear solve failed, and the policy was to raise."""
 
 
+class FileError(ArgumentError, OSError):
+    """A file cannot be written, or is damaged or not what it should be."""
+
+
 class MissingPackageError(Error, ImportError):
     """A package that belongs to an extra is not installed."""
 

@@ -15,9 +15,12 @@ import tyro
 
 from .. import _layout
 from ..errors import ArgumentError
+from ..runs.events import events
 from ..runs.progress import Bar
 from . import runs
 from .runs import Row as Row
+
+_SHOWN = 20  # events in the printed table
 
 Preset = Literal["smoke", "quick", "cpu", "paper"]
 Tasks = Sequence[Callable[[], Iterable[Row]]]
@@ -171,14 +174,21 @@ def run(experiment: Experiment) -> Path:
     config = {"experiment": experiment.name, **runs.as_json(experiment)}
     runs.begin(folder, config, [*experiment.figures, *experiment.files], experiment.resumes())
     rows = list(_rows(experiment, tasks, folder))
-    if (folder / "metrics.jsonl").is_file():
-        draw(folder, type(experiment))
     table = experiment.table(rows)
     result = {"headline": experiment.headline(table, rows), "rows": table, "seed": experiment.seed}
     result |= {"versions": runs.versions(), "seconds": round(time.perf_counter() - began, 1)}
     result |= experiment.more(rows)
+    happened = events(rows)
+    result |= {"events": happened} if happened else {}
     runs.write_whole(folder / "result.json", result)
-    print("\n\n".join(filter(None, [_layout.table(table), experiment.note(rows), f"written to {folder}"])))
+    parts = [
+        _layout.table(table),
+        experiment.note(rows),
+        _layout.table(happened[:_SHOWN]) if happened else "",
+    ]
+    print("\n\n".join(filter(None, [*parts, f"written to {folder}"])))
+    if (folder / "metrics.jsonl").is_file():
+        draw(folder, type(experiment))
     if result.get("interrupted"):
         raise KeyboardInterrupt
     return folder

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..errors import ArgumentError, require_integer
 from .run import Run
+from .schema import count, maybe, of, record
 
 
 class KeepBest:
@@ -41,6 +42,7 @@ class KeepBest:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`."""
+        record(row=maybe(of(dict)), model=of(dict), hyper=of(dict))("the state of KeepBest", state)
         self.row, self._model, self._hyper = state["row"], state["model"], state["hyper"]
 
     def restore(self, tuner: Run) -> None:
@@ -91,6 +93,7 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`."""
+        record(best=maybe(of(dict)), waited=count)("the state of EarlyStopping", state)
         stopped = state["waited"] >= self.patience  # a run that goes on after it was stopped waits anew
         self._best, self._waited = state["best"], 0 if stopped else state["waited"]
 

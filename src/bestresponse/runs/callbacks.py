@@ -6,17 +6,20 @@ Any function of the tuner will do; it reads ``tuner.history`` and may call ``tun
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from ..errors import ArgumentError, require_integer, require_number
+from ..errors import ArgumentError, BestResponseWarning, require, require_integer, require_number
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
+from .checkpoint import save
+from .files import as_path, file_errors, previous_of, replacing, tolerated
 from .progress import Progress as Progress
-from .run import Run
+from .run import Run, SavedRun
 from .watch import Watch as Watch
 
 
@@ -78,44 +81,76 @@ class StopAtNoise:
 class Checkpoint:
     """Save the run every few hyper-steps, after all other callbacks; `Tuner.load` goes on from there.
 
+    If a file cannot be written, the run continues with a warning and an event in the history, unless the tuner's policy
+    is "raise".
+
     Args:
         path: the file; it is replaced, whole at any time.
         every: hyper-steps between two saves; the last one that `Tuner.fit` was asked for, and one that stops
             the run, are saved in any case.
+        keep: 1, or 2 to keep the file before the last one too, as ``path.previous``. `Tuner.load` takes that one if
+            ``path`` is damaged.
     """
 
-    def __init__(self, path: str | Path, every: int = 1) -> None:
+    def __init__(self, path: str | Path, every: int = 1, keep: int = 1) -> None:
         require_integer("Checkpoint.every", every, 1)
-        self.path, self.every = Path(path), every
+        require_integer("Checkpoint.keep", keep, 1)
+        require(keep <= 2, "Checkpoint.keep", "1 or 2", keep)
+        self.path, self.every, self.keep = as_path("Checkpoint.path", path), every, keep
 
-    def __call__(self, tuner: Run) -> None:
+    def __call__(self, tuner: SavedRun) -> None:
         last = tuner.hyper_step == tuner.last_hyper_step or tuner.stopped is not None
         if last or tuner.hyper_step % self.every == 0:
-            tuner.save(self.path)
+            with tolerated(tuner, f"the run is not saved in {self.path}"):
+                save(tuner, self.path, previous=self.keep == 2)
 
 
 class JSONLines:
     """Write each row of the history to a file as it comes, a JSON object a line.
 
+    If a row cannot be written, the run continues with a warning, unless the tuner's policy is "raise"; the missing rows
+    are written when it is possible again.
+
     Args:
         path: the file; rows are appended. A run that goes on from a saved state first removes the rows that
-            were written after it was saved.
+            were written after it was saved. A run that starts anew removes the rows that an earlier run wrote from its
+            hyper-step on, such as a run that was killed before its first save; the old file stays as
+            ``path.previous``, with a warning.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file: IO[str] | None = None
+        self.path = as_path("JSONLines.path", path)
+        self._file: IO[bytes] | None = None
         self._resumed = False
+        self._next: int | None = None  # the first hyper-step whose row is not written
 
     def __call__(self, tuner: Run) -> None:
-        if self._resumed and self.path.exists():
-            self._cut(tuner.hyper_step)
-        self._resumed = False
+        number = tuner.hyper_step
+        if self._next is None or self._next > number:  # another run than before
+            self.close()
+            self._next, own = number, self._resumed
+        else:
+            own = True
+        with tolerated(tuner, f"rows are missing in {self.path}"), file_errors(self.path, "JSONLines"):
+            try:
+                self._write(tuner, self._next, own)
+            except BaseException:
+                self.close()
+                raise
+            self._next, self._resumed = number + 1, False
+
+    def _write(self, tuner: Run, first: int, own: bool) -> None:
+        """Write the rows from ``first`` on; the rows that the file already has from there on are its own or not."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(to_json(tuner.history[-1]) + "\n")
-        self._file.flush()
+            self._cut(first, own)
+            self._file = self.path.open("ab", buffering=0)
+        rows = tuner.history[-1:]
+        if first < tuner.hyper_step:
+            rows = [row for row in tuner.history if row.get("hyper_step", 0) >= first]
+        left = memoryview("".join(to_json(row) + "\n" for row in rows).encode())
+        while left:
+            left = left[self._file.write(left) or 0 :]
 
     def state_dict(self) -> dict[str, Any]:
         """Which file it is."""
@@ -124,18 +159,26 @@ class JSONLines:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remove the rows from the next one on, when that is written; those of another file stay."""
         self.close()
-        self._resumed = state["path"] == str(self.path.resolve())
+        self._resumed, self._next = state["path"] == str(self.path.resolve()), None
 
-    def _cut(self, hyper_step: int) -> None:
-        """Remove the rows from ``hyper_step`` on, and a last one that was not written to its end."""
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        kept = []
-        for line in lines:
-            try:
-                kept += [line] if json.loads(line)["hyper_step"] < hyper_step else []
-            except (ValueError, KeyError, TypeError):
-                continue
-        replace_text(self.path, "".join(f"{line}\n" for line in kept))
+    def _cut(self, first: int, own: bool) -> None:
+        """Remove the rows from ``first`` on, and a last one that was not written to its end."""
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else []
+        numbers = [_number_of(line) for line in lines]
+        kept = [line for line, n in zip(lines, numbers, strict=True) if n is not None and n < first]
+        later = sum(n is not None and n >= first for n in numbers)
+        if len(kept) == len(lines):
+            return
+        previous = later > 0 and not own
+        with replacing(self.path, "JSONLines", previous) as file:
+            file.write(b"".join(kept))
+        if previous:
+            warnings.warn(
+                f"{self.path} had {later} rows of an earlier run, from hyper-step {first} on, which are removed. The "
+                f"old file is kept as {previous_of(self.path)}.",
+                BestResponseWarning,
+                stacklevel=6,
+            )
 
     def close(self) -> None:
         """Close the file; the next row opens it again."""
@@ -144,11 +187,14 @@ class JSONLines:
             self._file = None
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old one or the new one, and never a part."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+def _number_of(line: bytes) -> int | None:
+    """The hyper-step of a line, zero for other objects; None for a line that is damaged or not at its end."""
+    try:
+        row = json.loads(line)
+        number = row.get("hyper_step", 0) if isinstance(row, dict) else 0
+    except ValueError:
+        return None
+    return int(number) if line.endswith(b"\n") and isinstance(number, int) else None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

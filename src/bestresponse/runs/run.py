@@ -15,12 +15,17 @@ class Run(Protocol):
         history: a dict for each hyper-step.
         hyper_step, last_hyper_step: the number of hyper-steps made, and the number at which `Tuner.fit` ends.
         stopped: the reason given to `stop`; None while the run continues.
+        policy: what to do when something fails, as for `Tuner`.
     """
 
     history: list[dict[str, Any]]
     hyper_step: int
     last_hyper_step: int
     stopped: str | None
+
+    @property
+    def policy(self) -> str:
+        """What to do when something fails."""
 
     @property
     def problem(self) -> Problem:

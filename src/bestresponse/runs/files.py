@@ -1,0 +1,146 @@
+"""Files that are whole at any time: either the old one or the new one."""
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from ..errors import ArgumentTypeError, Error, FileError
+from .events import add_event
+from .run import Run
+
+
+@contextmanager
+def replacing(path: str | Path, owner: str, previous: bool = False) -> Iterator[IO[bytes]]:
+    """A file to write the new content into, which takes the place of ``path`` at the end.
+
+    A symbolic link stays one, and the file keeps its mode. After an error or a kill, the old file is as it was.
+
+    Args:
+        path: the place of the file.
+        owner: what writes it, for messages.
+        previous: whether to keep the old file as `previous_of` the path.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    target = _checked(path, owner)
+    part = target.with_name(f".{target.name}.part")
+    with file_errors(path, owner):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                shutil.copymode(target, part)
+                if previous:
+                    _keep(target)
+            part.replace(target)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str, owner: str) -> None:
+    """Replace a file by a text in UTF-8; arguments and errors are those of `replacing`."""
+    with replacing(path, owner) as file:
+        file.write(text.encode())
+
+
+def as_path(name: str, path: object) -> Path:
+    """A path from a text or a path.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"{name} must be a path; got {path!r}. Pass a str or a pathlib.Path.")
+    return Path(path)
+
+
+def previous_of(path: str | Path) -> Path:
+    """The place of the file before the last one."""
+    target = Path(os.path.realpath(path))
+    return target.with_name(f"{target.name}.previous")
+
+
+@contextmanager
+def file_errors(path: str | Path, owner: str) -> Iterator[None]:
+    """Replace an error of the system, also one that torch hides, by a sentence."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        cause = _cause(error)
+        if cause is None:
+            raise
+        raise FileError(
+            f"{owner} needs a path of a file that can be written; got {str(path)!r}: {cause.strerror or cause}. An old "
+            "file there is unchanged. Free some space, or choose another place."
+        ) from cause
+
+
+@contextmanager
+def tolerated(tuner: Run, what: str) -> Iterator[None]:
+    """Let a run continue without a file that cannot be written, unless its policy is "raise".
+
+    Args:
+        tuner: the run; its last row gets an event.
+        what: what is missing without the file, as a sentence.
+    """
+    try:
+        yield
+    except FileError as error:
+        if tuner.policy == "raise":
+            raise
+        add_event(tuner.history[-1], f"{what}, {getattr(error.__cause__, 'strerror', None) or error}")
+        tuner.problem.warn_once(what, f"{error} The run continues: {what}. (This warning comes once.)")
+
+
+def _checked(path: str | Path, owner: str) -> Path:
+    """The file that a path leads to.
+
+    Raises:
+        FileError: it is a folder, a device, or a file without a permission to write.
+    """
+    wrong = f"{owner} needs a path of a file that can be written; got {str(path)!r}"
+    if not Path(path).name:
+        raise FileError(f"{wrong}, which names no file. Add a name.")
+    try:
+        target = Path(os.path.realpath(path))
+        mode = target.stat().st_mode if target.exists() else None
+    except (OSError, ValueError) as error:  # a null character, or a folder that cannot be read
+        raise FileError(f"{wrong}: {getattr(error, 'strerror', None) or error}. Choose another.") from error
+    if mode is not None and not stat.S_ISREG(mode):
+        kind = "Is a directory" if stat.S_ISDIR(mode) else "Not a regular file"
+        raise FileError(f"{wrong}: {kind}. Choose another.")
+    # The superuser may write to any file; one that is marked as read-only is kept all the same.
+    if mode is not None and not (mode & 0o222 and os.access(target, os.W_OK)):
+        raise FileError(f"{wrong}: the file is read-only. Choose another, or make it writable.")
+    return target
+
+
+def _keep(target: Path) -> None:
+    """Keep the file as the previous one, and leave it in its place too where links are possible."""
+    previous = previous_of(target)
+    link = previous.with_name(f".{previous.name}.part")
+    try:
+        link.unlink(missing_ok=True)
+        os.link(target, link)
+        link.replace(previous)
+    except OSError:  # a file system without links
+        target.replace(previous)
+
+
+def _cause(error: BaseException | None) -> OSError | None:
+    """The error of the system behind an error."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
