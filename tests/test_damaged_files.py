@@ -359,9 +359,10 @@ def test_a_run_continues_on_a_full_disk_and_writes_its_rows_later(tmp_path, full
         tuner.fit([BATCH], [BATCH], 5)
     assert len(caught) == 2  # one for each file
     assert [json.loads(line)["hyper_step"] for line in rows.read_text().splitlines()] == [1, 2, 3, 4, 5]
-    assert [event["hyper_step"] for event in events(tuner.history)] == [2, 3]
-    assert "not saved" in tuner.history[1]["event"]
-    assert "rows are missing" in tuner.history[1]["event"]
+    table = events(tuner.history)
+    assert [row["event"] for row in table] == ["row not written", "checkpoint not written"]
+    assert all((row["times"], row["first"], row["last"]) == (2, 2, 3) for row in table)
+    assert "No space left on device" in tuner.history[1]["event"]
     other = make([callbacks.JSONLines(rows)])
     other.load(path)
     assert other.hyper_step == 5
@@ -394,35 +395,64 @@ def test_links_and_modes_are_kept(tmp_path):
     for name in ("run.pt", "rows.jsonl"):
         (tmp_path / "store").mkdir(exist_ok=True)
         target = tmp_path / "store" / name
-        target.write_bytes(b'{"hyper_step": 1}\n')
+        target.write_bytes(b'{"hyper_step": 1}')
         target.chmod(0o640)
         (tmp_path / name).symlink_to(target)
     lines, saving = (
         callbacks.JSONLines(tmp_path / "rows.jsonl"),
         callbacks.Checkpoint(tmp_path / "run.pt", keep=2),
     )
-    with pytest.warns(br.BestResponseWarning, match="had 1 rows of an earlier run"):
+    with pytest.warns(br.BestResponseWarning, match="ended with 1 rows of a run"):
         make([lines, saving]).fit([BATCH], [BATCH], 1)
     for name in ("run.pt", "rows.jsonl"):
         assert (tmp_path / name).is_symlink()
         assert stat.S_IMODE((tmp_path / "store" / name).stat().st_mode) == 0o640
         assert (tmp_path / "store" / name).stat().st_size > 100
-        assert (tmp_path / "store" / f"{name}.previous").read_bytes() == b'{"hyper_step": 1}\n'
+        assert (tmp_path / "store" / f"{name}.previous").read_bytes() == b'{"hyper_step": 1}'
 
 
-def test_a_run_that_was_killed_before_its_first_save_does_not_write_its_rows_twice(tmp_path):
+def steps_in(path):
+    return [json.loads(line)["hyper_step"] for line in path.read_text().splitlines()]
+
+
+def interrupt_at(number):
+    def interrupt(tuner):
+        if tuner.hyper_step == number:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def test_a_run_that_was_interrupted_before_its_first_save_does_not_write_its_rows_twice(tmp_path):
     path = tmp_path / "rows.jsonl"
-    lines = callbacks.JSONLines(path)
-    make([lines]).fit([BATCH], [BATCH], 3)
+    log = callbacks.JSONLines(path)
+    make([log]).fit([BATCH], [BATCH], 2)
+    make([callbacks.JSONLines(path)]).fit([BATCH], [BATCH], 2)  # runs that end are appended
+    assert steps_in(path) == [1, 2, 1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        make([log, interrupt_at(3)]).fit([BATCH], [BATCH], 9)
     with path.open("a") as file:
-        file.write('{"hyper_step": 4, "tr')
+        file.write('\n{"hyper_step": 4, "tr')
     earlier = path.read_bytes()
-    for log in (callbacks.JSONLines(path), lines):
-        with pytest.warns(br.BestResponseWarning, match="The old file is kept as"):
-            make([log]).fit([BATCH], [BATCH], 2)
-        assert [json.loads(line)["hyper_step"] for line in path.read_text().splitlines()] == [1, 2]
-        assert path.with_name("rows.jsonl.previous").read_bytes() == earlier
-        earlier = path.read_bytes()
+    with pytest.warns(br.BestResponseWarning, match="ended with 4 rows of a run .* The old file is kept as"):
+        make([callbacks.JSONLines(path)]).fit([BATCH], [BATCH], 3)
+    assert steps_in(path) == [1, 2, 1, 2, 1, 2, 3]
+    assert path.with_name("rows.jsonl.previous").read_bytes() == earlier
+    assert path.read_bytes().endswith(b"}\n")
+
+
+def test_a_run_that_is_interrupted_and_goes_on_has_each_row_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    tuner = make([callbacks.JSONLines(path), interrupt_at(3)])
+    with pytest.raises(KeyboardInterrupt):
+        tuner.fit([BATCH], [BATCH], 9)
+    tuner.fit([BATCH], [BATCH], 2)
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    other = make([callbacks.JSONLines(path)])
+    other.history, other.hyper_step = list(tuner.history), 5
+    other.fit([BATCH], [BATCH], 1)
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+    assert b"\n\n" not in path.read_bytes()
 
 
 def test_a_figure_that_cannot_be_written_leaves_the_old_one(tmp_path, full):

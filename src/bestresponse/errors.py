@@ -26,7 +26,7 @@ class EvaluationError(Error, RuntimeError):
 
 
 class NotFiniteError(EvaluationError):
-    """A loss is NaN or infinite."""
+    """A loss or a gradient is NaN or infinite."""
 
 
 class DivergedError(EvaluationError):

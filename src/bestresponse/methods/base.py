@@ -13,7 +13,7 @@ from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
 from ..curvatures import Curvature
-from ..errors import ArgumentTypeError, DivergedError, EvaluationError
+from ..errors import ArgumentTypeError, NotFiniteError
 from ..passes import graph
 from ..passes.foreign_errors import foreign_errors_told
 from ..passes.running_statistics import Reading
@@ -156,22 +156,6 @@ def unchecked_hypergradient(
         raise
 
 
-def hypergradient_or_nan(
-    problem: Problem,
-    train_batch: Any,
-    val_batch: Any,
-    method: Method,
-    seed: int | None,
-    weight_optimizer: object,
-) -> Hypergradient:
-    """`unchecked_hypergradient`, with NaN in all parts if the look-ahead diverged."""
-    try:
-        return unchecked_hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
-    except DivergedError:
-        nothing = {n: torch.full_like(p, torch.nan) for n, p in problem.hyperparameters.items()}
-        return Hypergradient(nothing, nothing, nothing, torch.nan)
-
-
 def require_method(method: object) -> None:
     """Raise unless ``method`` is a method: for a solver, a class or anything else."""
     if isinstance(method, Method):
@@ -221,7 +205,7 @@ def validation_gradient(
     }
     direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, total[len(at) :], strict=True))
     if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
-        raise EvaluationError(
+        raise NotFiniteError(
             f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
             "Look for sqrt, log or division at zero in val_loss."
         )

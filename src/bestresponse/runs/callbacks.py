@@ -4,6 +4,7 @@ One with a method ``close()`` has it called when a run ends, also by an error or
 Any function of the tuner will do; it reads ``tuner.history`` and may call ``tuner.stop(reason)``.
 """
 
+import contextlib
 import json
 import math
 import warnings
@@ -17,9 +18,10 @@ from ..errors import ArgumentError, BestResponseWarning, require, require_intege
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
 from .checkpoint import save
-from .files import as_path, file_errors, previous_of, replacing, tolerated
+from .files import as_path, file_errors, previous_of, replacing, tolerated, write_all
 from .progress import Progress as Progress
-from .run import Run, SavedRun
+from .recovery import Recovering
+from .run import Run
 from .watch import Watch as Watch
 
 
@@ -98,59 +100,77 @@ class Checkpoint:
         require(keep <= 2, "Checkpoint.keep", "1 or 2", keep)
         self.path, self.every, self.keep = as_path("Checkpoint.path", path), every, keep
 
-    def __call__(self, tuner: SavedRun) -> None:
-        last = tuner.hyper_step == tuner.last_hyper_step or tuner.stopped is not None
-        if last or tuner.hyper_step % self.every == 0:
-            with tolerated(tuner, f"the run is not saved in {self.path}"):
+    def __call__(self, tuner: Recovering) -> None:
+        if has_ended(tuner) or tuner.hyper_step % self.every == 0:
+            with tolerated(tuner, "checkpoint", self.path):
                 save(tuner, self.path, previous=self.keep == 2)
 
 
 class JSONLines:
     """Write each row of the history to a file as it comes, a JSON object a line.
 
-    If a row cannot be written, the run continues with a warning, unless the tuner's policy is "raise"; the missing rows
-    are written when it is possible again.
+    The last line has its end only when the run has come to its end: a file without it is that of a run that was killed
+    or interrupted. If a row cannot be written, the run continues with a warning, unless the tuner's policy is "raise";
+    the missing rows are written when it is possible again.
 
     Args:
         path: the file; rows are appended. A run that goes on from a saved state first removes the rows that
-            were written after it was saved. A run that starts anew removes the rows that an earlier run wrote from its
-            hyper-step on, such as a run that was killed before its first save; the old file stays as
-            ``path.previous``, with a warning.
+            were written after it was saved. A run that starts anew first removes the rows of a run that was killed or
+            interrupted at the end of the file, keeps the old file as ``path.previous``, and warns.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = as_path("JSONLines.path", path)
         self._file: IO[bytes] | None = None
+        self._tuner: Run | None = None
         self._resumed = False
         self._next: int | None = None  # the first hyper-step whose row is not written
 
     def __call__(self, tuner: Run) -> None:
         number = tuner.hyper_step
-        if self._next is None or self._next > number:  # another run than before
-            self.close()
-            self._next, own = number, self._resumed
-        else:
-            own = True
-        with tolerated(tuner, f"rows are missing in {self.path}"), file_errors(self.path, "JSONLines"):
+        own = self._resumed or (self._next is not None and self._next <= number)
+        first = number if self._next is None or self._next > number else self._next
+        self._tuner = tuner
+        with tolerated(tuner, "row", self.path), file_errors(self.path, "JSONLines"):
+            self._next = first
             try:
-                self._write(tuner, self._next, own)
+                self._write(tuner, first, own)
             except BaseException:
-                self.close()
+                self._close()
                 raise
             self._next, self._resumed = number + 1, False
 
     def _write(self, tuner: Run, first: int, own: bool) -> None:
-        """Write the rows from ``first`` on; the rows that the file already has from there on are its own or not."""
+        """Write the rows from ``first`` on; the file may have some of this run, or of another one."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._cut(first, own)
+            begun = self._cut(first, own)
             self._file = self.path.open("ab", buffering=0)
+        else:
+            begun = True
         rows = tuner.history[-1:]
         if first < tuner.hyper_step:
             rows = [row for row in tuner.history if row.get("hyper_step", 0) >= first]
-        left = memoryview("".join(to_json(row) + "\n" for row in rows).encode())
-        while left:
-            left = left[self._file.write(left) or 0 :]
+        write_all(self._file, (b"\n" if begun else b"") + "\n".join(map(to_json, rows)).encode())
+
+    def _cut(self, first: int, own: bool) -> bool:
+        """Remove rows that this run writes again, and a last one that is damaged; whether the last line has no end."""
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else []
+        numbers = list(map(_number_of, lines))
+        begin = 0 if own else _last_run(lines, numbers)
+        rows = list(zip(lines, numbers, strict=True))
+        kept = lines[:begin] + [line for line, n in rows[begin:] if n is not None and n < first]
+        if len(kept) < len(lines):
+            with replacing(self.path, "JSONLines", previous=not own) as file:
+                file.write(b"".join(kept))
+            if not own:
+                warnings.warn(
+                    f"{self.path} ended with {len(lines) - len(kept)} rows of a run that did not come to its end; they "
+                    f"are removed. The old file is kept as {previous_of(self.path)}.",
+                    BestResponseWarning,
+                    stacklevel=5,
+                )
+        return bool(kept) and not kept[-1].endswith(b"\n")
 
     def state_dict(self) -> dict[str, Any]:
         """Which file it is."""
@@ -158,43 +178,51 @@ class JSONLines:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remove the rows from the next one on, when that is written; those of another file stay."""
-        self.close()
+        self._close()
         self._resumed, self._next = state["path"] == str(self.path.resolve()), None
-
-    def _cut(self, first: int, own: bool) -> None:
-        """Remove the rows from ``first`` on, and a last one that was not written to its end."""
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else []
-        numbers = [_number_of(line) for line in lines]
-        kept = [line for line, n in zip(lines, numbers, strict=True) if n is not None and n < first]
-        later = sum(n is not None and n >= first for n in numbers)
-        if len(kept) == len(lines):
-            return
-        previous = later > 0 and not own
-        with replacing(self.path, "JSONLines", previous) as file:
-            file.write(b"".join(kept))
-        if previous:
-            warnings.warn(
-                f"{self.path} had {later} rows of an earlier run, from hyper-step {first} on, which are removed. The "
-                f"old file is kept as {previous_of(self.path)}.",
-                BestResponseWarning,
-                stacklevel=6,
-            )
 
     def close(self) -> None:
         """Close the file; the next row opens it again."""
+        tuner, self._tuner = self._tuner, None
+        with contextlib.suppress(OSError):
+            if tuner is not None and self._file is not None and has_ended(tuner):
+                write_all(self._file, b"\n")
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
+def has_ended(tuner: Run) -> bool:
+    """Whether the run made all hyper-steps that were asked for, or a callback stopped it."""
+    return tuner.hyper_step == tuner.last_hyper_step or tuner.stopped is not None
+
+
 def _number_of(line: bytes) -> int | None:
-    """The hyper-step of a line, zero for other objects; None for a line that is damaged or not at its end."""
+    """The hyper-step of a line, zero for other objects; None for a line that is not whole."""
     try:
         row = json.loads(line)
-        number = row.get("hyper_step", 0) if isinstance(row, dict) else 0
     except ValueError:
         return None
-    return int(number) if line.endswith(b"\n") and isinstance(number, int) else None
+    number = row.get("hyper_step", 0) if isinstance(row, dict) else 0
+    return number if isinstance(number, int) else 0
+
+
+def _last_run(lines: list[bytes], numbers: list[int | None]) -> int:
+    """Where the rows of a run begin that did not come to its end; the number of lines if there are none."""
+    begin = len(lines)
+    if not lines or lines[-1].endswith(b"\n"):
+        return begin
+    following = math.inf
+    for number in reversed(numbers):
+        if number is None and begin < len(lines):
+            break
+        if number is not None and not 0 < number < following:
+            break
+        begin, following = begin - 1, following if number is None else number
+    return begin
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -16,16 +16,24 @@ from torch import Tensor
 from ..errors import ArgumentError, BestResponseWarning, Error, FileError
 from ..passes import random_state
 from .files import previous_of, replacing
-from .run import SavedRun
+from .recovery import Recovering
 from .schema import SAVED_RUN, Mismatch
 from .state import check_state, has_state, restore_state, state_of
 
 _FORMAT = 3
 _PROGRESS = ("hyper_step", "weight_step", "history")
-_SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
+_SETTINGS = (
+    "weight_steps",
+    "warmup_steps",
+    "clip_weights",
+    "clip_hypergradient",
+    "policy",
+    "max_rise",
+    "seed",
+)
 
 
-def save(tuner: SavedRun, path: str | Path, previous: bool = False) -> None:
+def save(tuner: Recovering, path: str | Path, previous: bool = False) -> None:
     """Write everything that ``tuner`` needs to continue; see `Tuner.save`.
 
     Args:
@@ -41,6 +49,7 @@ def save(tuner: SavedRun, path: str | Path, previous: bool = False) -> None:
     content: dict[str, Any] = {
         "bestresponse": _FORMAT,
         **state_of(tuner),
+        "last_good": tuner.last_good.state_dict(),
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         "settings": {name: getattr(tuner, name) for name in _SETTINGS},
@@ -51,10 +60,12 @@ def save(tuner: SavedRun, path: str | Path, previous: bool = False) -> None:
         torch.save(content, file)
 
 
-def load(tuner: SavedRun, path: str | Path) -> None:
+def load(tuner: Recovering, path: str | Path) -> None:
     """Restore the saved run in ``tuner``, or change nothing; see `Tuner.load`."""
     content = _read(path)
     check_state(tuner, content)
+    for state in content["last_good"]["states"]:
+        check_state(tuner, state)
     differing = [f"{n}={x!r}" for n, x in content["settings"].items() if getattr(tuner, n, x) != x]
     if differing:
         warnings.warn(
@@ -67,11 +78,12 @@ def load(tuner: SavedRun, path: str | Path) -> None:
         _load_callbacks(tuner, content["callbacks"])
         for name in _PROGRESS:
             setattr(tuner, name, content["progress"][name])
+        tuner.last_good.load_state_dict(content["last_good"])
         tuner.streams.clear()
         tuner.resumed = {"streams": content["streams"], "random": content["random"]}
 
 
-def _load_callbacks(tuner: SavedRun, saved: list[Any]) -> None:
+def _load_callbacks(tuner: Recovering, saved: list[Any]) -> None:
     waiting = list(saved)
     for callback in _stateful(tuner):
         found = next((x for x in waiting if x[0] == type(callback).__name__), None)
@@ -81,12 +93,12 @@ def _load_callbacks(tuner: SavedRun, saved: list[Any]) -> None:
 
 
 @contextmanager
-def _all_or_nothing(tuner: SavedRun) -> Iterator[None]:
+def _all_or_nothing(tuner: Recovering) -> Iterator[None]:
     """After an error or an interrupt, the run is as it was."""
     state = deepcopy(state_of(tuner))
     callbacks = [(c, deepcopy(c.state_dict()), dict(getattr(c, "__dict__", {}))) for c in _stateful(tuner)]
     progress = {name: getattr(tuner, name) for name in (*_PROGRESS, "resumed")}
-    streams = dict(tuner.streams)
+    streams, good = dict(tuner.streams), tuner.last_good.state_dict()
     try:
         yield
     except BaseException as error:
@@ -98,6 +110,7 @@ def _all_or_nothing(tuner: SavedRun) -> Iterator[None]:
         for name, value in progress.items():
             setattr(tuner, name, value)
         tuner.streams.update(streams)
+        tuner.last_good.load_state_dict(good)
         if isinstance(error, Error) or not isinstance(error, Exception):
             raise
         raise ArgumentError(
@@ -106,7 +119,7 @@ def _all_or_nothing(tuner: SavedRun) -> Iterator[None]:
         ) from error
 
 
-def _stateful(tuner: SavedRun) -> list[Any]:
+def _stateful(tuner: Recovering) -> list[Any]:
     return [c for c in tuner.callbacks if has_state("the callback", c)]
 
 
@@ -191,6 +204,8 @@ def _read_alone(path: str | Path) -> dict[str, Any]:
         ) from error
     if damaged:
         raise FileError(f"{advice}, which cannot be read: its part {damaged!r} is damaged.")
+    if isinstance(content, dict):
+        content.setdefault("last_good", {"states": [], "failed": False})  # absent in older files
     if not isinstance(content, dict) or content.get("bestresponse") != _FORMAT:
         raise FileError(f"{advice}, which is something else.")
     try:

@@ -53,6 +53,13 @@ def replace_text(path: Path, text: str, owner: str) -> None:
         file.write(text.encode())
 
 
+def write_all(file: IO[bytes], data: bytes) -> None:
+    """Write to a file without a buffer, which may take a part at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]
+
+
 def as_path(name: str, path: object) -> Path:
     """A path from a text or a path.
 
@@ -88,20 +95,24 @@ def file_errors(path: str | Path, owner: str) -> Iterator[None]:
 
 
 @contextmanager
-def tolerated(tuner: Run, what: str) -> Iterator[None]:
+def tolerated(tuner: Run, missing: str, path: Path) -> Iterator[None]:
     """Let a run continue without a file that cannot be written, unless its policy is "raise".
 
     Args:
         tuner: the run; its last row gets an event.
-        what: what is missing without the file, as a sentence.
+        missing: what is missing without the file.
+        path: the file.
     """
     try:
         yield
     except FileError as error:
         if tuner.policy == "raise":
             raise
-        add_event(tuner.history[-1], f"{what}, {getattr(error.__cause__, 'strerror', None) or error}")
-        tuner.problem.warn_once(what, f"{error} The run continues: {what}. (This warning comes once.)")
+        reason = getattr(error.__cause__, "strerror", None) or error
+        add_event(tuner.history[-1], f"{missing} not written", f"{path}, {reason}")
+        tuner.problem.warn_once(
+            (missing, path), f"{error} The run continues without it. (This warning comes once for each file.)"
+        )
 
 
 def _checked(path: str | Path, owner: str) -> Path:

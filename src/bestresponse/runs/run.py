@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.optim import Optimizer
+
 from ..memory import Remembering
 from ..problem import Problem
 from .streams import Stream
@@ -44,10 +46,15 @@ class SavedRun(Run, Protocol):
     Attributes:
         streams: the collections of batches by name.
         resumed: positions and random state of a loaded run that has not continued yet; else None.
+        weight_step: the number of weight steps made.
+        hyper_optimizer, hyper_scheduler: what moves the hyperparameters.
     """
 
     streams: dict[str, Stream]
     resumed: dict[str, Any] | None
+    weight_step: int
+    hyper_optimizer: Optimizer
+    hyper_scheduler: Any
 
     @property
     def method(self) -> Remembering:

@@ -133,6 +133,7 @@ STATE = {
 }
 SAVED_RUN = record(
     **STATE,
+    last_good=record(states=each(record(**STATE, hyper_step=count)), failed=of(bool)),
     callbacks=each(pair(of(str), anything)),
     progress=record(hyper_step=count, weight_step=count, history=history),
     settings=mapping(anything),
