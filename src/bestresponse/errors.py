@@ -33,6 +33,10 @@ class DivergedError(EvaluationError):
     """Steps that look ahead of the weights diverged; `Tuner` can skip the hyper-step."""
 
 
+class OutOfMemoryError(EvaluationError, MemoryError):
+    """A device has too little memory for a hypergradient; the message names what needs less."""
+
+
 class SecondDerivativeError(EvaluationError):
     """An operation in the training loss has no second derivative, or would lose it silently."""
 

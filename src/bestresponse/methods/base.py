@@ -22,6 +22,7 @@ from ..solvers import Solver
 from ..verification.base import Claim, verified
 from .hypergradient import Hypergradient, accumulate, added, require_finite, warn_of_failure
 from .reach import reaches, unreached_by_validation
+from .savings import savings
 
 
 class Method(ABC):
@@ -39,6 +40,11 @@ class Method(ABC):
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    @property
+    def savings(self) -> str:
+        """What needs less memory than this method, for the message when memory runs out."""
+        return ""
 
     def parts_that_remember(self) -> Mapping[str, object]:
         """The parts of the method that have their own state on a problem, by name; `Tuner.save` stores these states."""
@@ -143,7 +149,7 @@ def unchecked_hypergradient(
     try:
         if parts := problem.parts(method, train_batch, val_batch, seed):
             return added([unchecked_hypergradient(*p[:3], method, p[3], weight_optimizer) for p in parts])
-        with foreign_errors_told(), problem.edits.whole(problem.live()):
+        with foreign_errors_told(savings(method.savings, train_batch)), problem.edits.whole(problem.live()):
             with problem.undisturbed(seed, known, method.twice) as passes:
                 result = method.differentiate(passes, train_batch, val_batch)
                 passes.conclude()

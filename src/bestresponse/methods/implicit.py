@@ -110,6 +110,10 @@ class Implicit(CurvatureMethod):
             return Status.NEGATIVE_CURVATURE
         return report.status
 
+    @property
+    def savings(self) -> str:
+        return self.solver.savings if self.solver is not None else ""
+
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
 
