@@ -106,5 +106,5 @@ def test_an_allocation_of_the_model_that_fails_is_one_of_our_errors():
 
     one = problem(50)
     one.train_loss = train_loss
-    with pytest.raises(br.Error, match="a hypergradient needs more memory than there is: .*What needs less"):
+    with pytest.raises(br.Error, match="a pass needs more memory than there is: .*What needs less"):
         br.hypergradient(one, torch.ones(2, 50), torch.ones(2, 50), br.Implicit())

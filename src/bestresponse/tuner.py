@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .errors import require_integer
+from .errors import require_function, require_integer
 from .methods import Implicit, Method
 from .methods.base import require_method
 from .methods.hypergradient import accumulate
@@ -24,7 +24,7 @@ from .runs.callbacks import Checkpoint
 from .runs.events import add_event
 from .runs.hyper_steps import HyperSteps
 from .runs.recovery import LastGood
-from .runs.requirements import check_hyper_optimizer, check_settings, check_weight_optimizer
+from .runs.requirements import as_callbacks, check_hyper_optimizer, check_settings, check_weight_optimizer
 from .runs.streams import Stream
 from .runs.watch import Watch, as_watch
 from .runs.weight_steps import WeightStep, WeightSteps
@@ -112,7 +112,7 @@ class Tuner:
         self.policy, self.max_rise, self.seed = policy, max_rise, seed
         self.last_good = LastGood()
         self.watch = as_watch(watch)
-        self.callbacks: list[Any] = [*filter(None, [self.watch]), *callbacks]
+        self.callbacks: list[Any] = [*filter(None, [self.watch]), *as_callbacks(callbacks)]
         self.history: list[dict[str, Any]] = []
         self.hyper_step = self.weight_step = self.last_hyper_step = 0
         self.stopped: str | None = None
@@ -225,6 +225,7 @@ class Tuner:
             The training loss at each step.
         """
         require_integer("steps", steps, 0)
+        require_function("initialise", initialise, "model")
         stream, problem = Stream("batches", batches), self.problem.whole
         if optimizer is not None:
             check_weight_optimizer(problem, optimizer)

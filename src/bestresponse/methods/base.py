@@ -13,7 +13,7 @@ from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
 from ..curvatures import Curvature
-from ..errors import ArgumentTypeError, NotFiniteError
+from ..errors import ArgumentTypeError, NotFiniteError, require_seed
 from ..passes import graph
 from ..passes.foreign_errors import foreign_errors_told
 from ..passes.running_statistics import Reading
@@ -141,8 +141,7 @@ def unchecked_hypergradient(
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
     require_method(method)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
+    require_seed("seed", seed)
     problem.check_intact()
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = {part: problem.state(part).copy() for part in (method, *method.parts_that_remember().values())}

@@ -29,6 +29,11 @@ _CAUSES = (
         "sparse=False.",
     ),
     (
+        "Inference tensors",
+        "batches and constants must be tensors that autograd can use; one was made in torch.inference_mode ({error}). "
+        "Make it outside, under torch.no_grad() if you like, or clone it outside.",
+    ),
+    (
         "meta tensor",
         "losses need values; a tensor on the meta device has none ({error}). Make parameters, buffers and batches on "
         "a device with memory (Module.to_empty, then load or initialise).",
@@ -46,9 +51,7 @@ def foreign_errors_told(savings: str = "Use smaller batches.") -> Iterator[None]
     except (RuntimeError, MemoryError) as error:  # NotImplementedError is a RuntimeError
         if _is_shortage(error):
             got = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-            raise OutOfMemoryError(
-                f"a hypergradient needs more memory than there is: {got}. {savings}"
-            ) from error
+            raise OutOfMemoryError(f"a pass needs more memory than there is: {got}. {savings}") from error
         told = _told(error)
         if told is None:
             raise

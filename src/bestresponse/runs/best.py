@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Literal
 
-from ..errors import ArgumentError, require_integer
+from ..errors import ArgumentError, require_integer, require_text
 from .run import Run
 from .schema import count, maybe, of, record
 
@@ -22,6 +22,7 @@ class KeepBest:
     """
 
     def __init__(self, key: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
+        require_text("KeepBest.key", key)
         _check_mode("KeepBest", mode)
         self.key, self.mode = key, mode
         self.row: dict[str, Any] | None = None
@@ -69,6 +70,7 @@ class EarlyStopping:
     def __init__(
         self, key: str = "val_loss", patience: int = 20, mode: Literal["min", "max"] = "min"
     ) -> None:
+        require_text("EarlyStopping.key", key)
         _check_mode("EarlyStopping", mode)
         require_integer("EarlyStopping.patience", patience, 1)
         self.key, self.patience, self.mode = key, patience, mode
@@ -103,7 +105,7 @@ class EarlyStopping:
 
 
 def _check_mode(name: str, mode: str) -> None:
-    if mode not in ("min", "max"):
+    if not isinstance(mode, str) or mode not in ("min", "max"):
         raise ArgumentError(f'{name}.mode must be "min" or "max"; got {mode!r}.')
 
 

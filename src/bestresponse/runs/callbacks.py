@@ -14,7 +14,15 @@ from typing import IO, Any
 
 import torch
 
-from ..errors import ArgumentError, BestResponseWarning, require, require_integer, require_number
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BestResponseWarning,
+    require,
+    require_function,
+    require_integer,
+    require_number,
+)
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
 from .checkpoint import save
@@ -36,6 +44,7 @@ class Evaluate:
     """
 
     def __init__(self, function: Callable[[Any, Any], Mapping[str, float]], every: int = 1) -> None:
+        require_function("Evaluate.function", function, "model, hyper")
         require_integer("Evaluate.every", every, 1)
         self.function, self.every = function, every
 
@@ -45,7 +54,16 @@ class Evaluate:
         problem = tuner.problem
         with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad():
             values = self.function(problem.model, problem.hyper)
-        tuner.history[-1].update({name: float(value) for name, value in values.items()})
+        tuner.history[-1].update(_numbers(values))
+
+
+def _numbers(values: object) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in values.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentTypeError(
+            f'Evaluate.function must return a dict of numbers, as in {{"test_loss": 0.1}}; got {values!r}.'
+        ) from error
 
 
 class StopAtNoise:

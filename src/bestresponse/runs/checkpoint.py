@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, BestResponseWarning, Error, FileError
 from ..passes import random_state
-from .files import previous_of, replacing
+from .files import as_path, previous_of, replacing
 from .recovery import Recovering
 from .schema import SAVED_RUN, Mismatch
 from .state import check_state, has_state, restore_state, state_of
@@ -164,6 +164,7 @@ def _checksums() -> Iterator[None]:
 
 def _read(path: str | Path) -> dict[str, Any]:
     """The content of a file, or of the file before it if that one is missing or damaged."""
+    path = as_path("Tuner.load's path", path)
     try:
         return _read_alone(path)
     except FileError as error:

@@ -121,6 +121,7 @@ def _checked(path: str | Path, owner: str) -> Path:
     Raises:
         FileError: it is a folder, a device, or a file without a permission to write.
     """
+    path = as_path(f"{owner}'s path", path)
     wrong = f"{owner} needs a path of a file that can be written; got {str(path)!r}"
     if not Path(path).name:
         raise FileError(f"{wrong}, which names no file. Add a name.")

@@ -1,11 +1,21 @@
 """Checks of the optimisers and settings of `Tuner`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, ArgumentTypeError, require, require_integer, require_number
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    require,
+    require_function,
+    require_integer,
+    require_number,
+    require_parameters,
+)
 from ..hyperparameters import Kinked, Weights
 from ..hyperparameters.orthant import fitting
 from ..problem import Problem
@@ -32,8 +42,24 @@ def check_settings(
     for name, scheduler in schedulers.items():
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise ArgumentTypeError(f"Tuner.{name} must be a learning-rate scheduler; got {scheduler!r}.")
-    if policy not in ("warn", "raise", "skip", "return"):
+    if not isinstance(policy, str) or policy not in ("warn", "raise", "skip", "return"):
         raise ArgumentError(f'Tuner.policy must be "warn", "raise", "skip" or "return"; got {policy!r}.')
+
+
+def as_callbacks(callbacks: object) -> list[Any]:
+    """A list of functions of the tuner.
+
+    Raises:
+        ArgumentTypeError: it is something else, for example a single function.
+    """
+    if not isinstance(callbacks, Iterable) or isinstance(callbacks, str | bytes | Tensor | Mapping):
+        raise ArgumentTypeError(
+            f"Tuner.callbacks must be a list of functions; got {callbacks!r}. Pass [callback] for a single one."
+        )
+    functions = list(callbacks)
+    for function in functions:
+        require_function("a callback", function, "tuner")
+    return functions
 
 
 def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
@@ -46,6 +72,7 @@ def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
                 "the weight optimiser must be a torch optimiser or a function (problem, batch) -> None; "
                 f"got {optimizer!r}."
             )
+        require_parameters("the weight optimiser", optimizer, "problem, batch")
         return
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentTypeError(

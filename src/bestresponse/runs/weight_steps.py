@@ -15,6 +15,7 @@ from ..batches import weighted
 from ..hyperparameters import orthant_wise
 from ..passes.checked_loss import checked_loss
 from ..passes.embedding import clip_gradients
+from ..passes.foreign_errors import foreign_errors_told
 from ..problem import Problem
 from .events import add_event
 from .requirements import penalties_at_zero
@@ -53,13 +54,14 @@ class WeightSteps:
         optimizer.zero_grad(set_to_none=True)
         losses = []
         buffers = [(b, b.clone()) for b in self._buffers()] if skips else []
-        for piece, weight in weighted(batch):
-            loss = weight * checked_loss(
-                "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
-            )
-            # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
-            torch.autograd.backward(loss, inputs=weights)
-            losses.append(loss.detach())
+        with foreign_errors_told("Use smaller batches, or Batches of smaller pieces."):
+            for piece, weight in weighted(batch):
+                loss = weight * checked_loss(
+                    "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
+                )
+                # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
+                torch.autograd.backward(loss, inputs=weights)
+                losses.append(loss.detach())
         if skips and _tree.not_finite({"loss": torch.stack(losses).sum(), **_gradients(problem.weights)}):
             self._skipped += 1
             with torch.no_grad():
