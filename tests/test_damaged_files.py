@@ -5,6 +5,8 @@ import json
 import os
 import random
 import stat
+import subprocess
+import sys
 import tempfile
 import zipfile
 from copy import deepcopy
@@ -17,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import bestresponse as br
-from bestresponse.runs import callbacks, files
+from bestresponse import _files as files
+from bestresponse.runs import callbacks
 from bestresponse.runs.events import events
 from bestresponse.runs.state import state_of
 
@@ -477,3 +480,18 @@ def test_a_state_is_not_changed_by_looking_at_it():
     tuner.fit([BATCH], [BATCH], 1)
     before = deepcopy(state_of(tuner))
     assert repr(state_of(tuner)) == repr(before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the runs are forked")
+def test_killed_runs_go_on_bit_for_bit(tmp_path):
+    script = Path(__file__).with_name("killed_runs.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(random.randrange(10**6))],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["kills"] >= 40
+    assert counts["in writes"] >= 10

@@ -9,8 +9,8 @@ import torch
 
 import bestresponse as br
 
+from .._files import replace_text
 from ..runs.callbacks import to_json
-from ..runs.files import replace_text
 from . import runs
 from .experiment import Experiment
 from .runs import Row

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
-from ..runs.files import replacing
+from .._files import replacing
 
 # Legend handles are long enough to distinguish dashed lines from solid ones.
 plt.rcParams.update({"legend.frameon": False, "legend.handlelength": 3.5})

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from .._files import file_errors, replace_text
 from ..errors import ArgumentError
 from ..runs.callbacks import to_json
-from ..runs.files import file_errors, replace_text
 
 Row = dict[str, Any]
 

@@ -104,6 +104,10 @@ class ConcreteDropout(nn.Module):
         """The rates p, of the given shape."""
         return self.logit.sigmoid()
 
+    def values(self) -> Tensor:
+        """The rates, as `rates` has them."""
+        return self.rates()
+
     def extra_repr(self) -> str:
         return f"{list(self.logit.shape)}, shared={self.shared}, temperature={self.temperature}"
 

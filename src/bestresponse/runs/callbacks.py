@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from .._files import as_path, file_errors, previous_of, replacing, write_all
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -26,7 +27,7 @@ from ..errors import (
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
 from .checkpoint import save
-from .files import as_path, file_errors, previous_of, replacing, tolerated, write_all
+from .missing_files import tolerated
 from .progress import Progress as Progress
 from .recovery import Recovering
 from .run import Run

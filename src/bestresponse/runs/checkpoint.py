@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._files import as_path, previous_of, replacing
 from ..errors import ArgumentError, BestResponseWarning, Error, FileError
 from ..passes import random_state
-from .files import as_path, previous_of, replacing
 from .recovery import Recovering
 from .schema import SAVED_RUN, Mismatch
 from .state import check_state, has_state, restore_state, state_of

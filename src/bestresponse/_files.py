@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from ..errors import ArgumentTypeError, Error, FileError
-from .events import add_event
-from .run import Run
+from .errors import ArgumentTypeError, Error, FileError
 
 
 @contextmanager
@@ -92,27 +90,6 @@ def file_errors(path: str | Path, owner: str) -> Iterator[None]:
             f"{owner} needs a path of a file that can be written; got {str(path)!r}: {cause.strerror or cause}. An old "
             "file there is unchanged. Free some space, or choose another place."
         ) from cause
-
-
-@contextmanager
-def tolerated(tuner: Run, missing: str, path: Path) -> Iterator[None]:
-    """Let a run continue without a file that cannot be written, unless its policy is "raise".
-
-    Args:
-        tuner: the run; its last row gets an event.
-        missing: what is missing without the file.
-        path: the file.
-    """
-    try:
-        yield
-    except FileError as error:
-        if tuner.policy == "raise":
-            raise
-        reason = getattr(error.__cause__, "strerror", None) or error
-        add_event(tuner.history[-1], f"{missing} not written", f"{path}, {reason}")
-        tuner.problem.warn_once(
-            (missing, path), f"{error} The run continues without it. (This warning comes once for each file.)"
-        )
 
 
 def _checked(path: str | Path, owner: str) -> Path:
