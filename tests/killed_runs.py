@@ -1,4 +1,6 @@
-"""Kill runs at random moments and during writes, let each go on, and compare the results: `python killed_runs.py FOLDER`.
+"""Kill runs at random moments and during writes, let each go on, and compare the results.
+
+``python killed_runs.py FOLDER SEED``
 
 A parent that never computes forks the runs, so that each starts at once.
 """
@@ -19,12 +21,13 @@ from torch import nn
 import bestresponse as br
 from bestresponse import _files as files
 
-STEPS, KILLS, IN_WRITES = 30, 40, 10
+STEPS, KILLS, IN_WRITES = 20, 40, 10
 
 
 def run(folder):
     """A run of so many hyper-steps, from its saved state if there is one."""
     torch.manual_seed(0)
+    random.seed(0)
     x = torch.randn(64, 4)
     y = (x[:, 0] > 0).long()
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
