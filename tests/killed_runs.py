@@ -14,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,6 +29,7 @@ def run(folder):
     """A run of so many hyper-steps, from its saved state if there is one."""
     torch.manual_seed(0)
     random.seed(0)
+    numpy.random.seed(0)
     x = torch.randn(64, 4)
     y = (x[:, 0] > 0).long()
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
