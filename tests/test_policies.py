@@ -228,3 +228,13 @@ def test_early_stopping_and_the_best_state_are_not_misled_by_events():
         tuner.fit([GOOD], [GOOD, BAD], 6)
     assert math.isfinite(best.row["val_loss"])
     assert tuner.hyper_step == 6
+
+
+def test_a_skipped_row_keeps_what_is_known():
+    tuner = make("skip")
+    tuner.problem.train_loss = lambda m, h, b: F.cross_entropy(m(b[0]), b[1]) + h(m) + (h(m) - h(m)).sqrt()
+    with pytest.warns(br.BestResponseWarning, match="hyper-step 1 is skipped"):
+        tuner.fit([GOOD], [GOOD], 1)
+    row = tuner.history[0]
+    assert not row["stepped"]
+    assert "finite" in row["event"]

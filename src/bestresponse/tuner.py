@@ -183,9 +183,12 @@ class Tuner:
         collection must have a fixed order, or draw its order at the start of a round, from a
         generator that is its attribute or from a global one. The round is replayed up to the saved position.
 
+        If the file is damaged or missing and ``path.previous`` is there, that one is loaded, with a warning. After an
+        error or an interrupt, the tuner is as it was before.
+
         Raises:
-            ArgumentError: `save` did not write the file, or the model, hyperparameters, optimisers or schedulers
-                differ from those of the saved run.
+            ArgumentError: `save` did not write the file, it is damaged, or the model, hyperparameters, optimisers or
+                schedulers differ from those of the saved run.
         """
         checkpoint.load(self, path)
 

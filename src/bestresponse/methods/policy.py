@@ -62,6 +62,7 @@ def attempt(tuner: Judged, train_loss: float, train_batch: Any, val_batch: Any, 
     """
     goes_on = tuner.policy in ("skip", "return")
     where = f" at hyper-step {tuner.hyper_step + 1}"
+    result: Hypergradient | None = None
     try:
         _require_finite_loss(tuner, train_loss)
         result = unchecked_hypergradient(
@@ -71,7 +72,7 @@ def attempt(tuner: Judged, train_loss: float, train_batch: Any, val_batch: Any, 
     except (DivergedError, NotFiniteError) as error:
         if not goes_on:
             raise
-        return _gone_on(tuner, _nothing(tuner.problem), error)
+        return _gone_on(tuner, result or _nothing(tuner.problem), error)
     if rise := _rise(tuner, result.val_loss):
         too_high = EvaluationError(
             f"the validation loss must not rise beyond max_rise; got {rise}{where}. Lower the learning rates, or set "
