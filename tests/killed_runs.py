@@ -22,7 +22,7 @@ from torch import nn
 import bestresponse as br
 from bestresponse import _files as files
 
-STEPS, KILLS, IN_WRITES = 20, 40, 10
+STEPS, KILLS, IN_WRITES, MOST = 16, 40, 10, 8  # the most kills of one run
 
 
 def run(folder):
@@ -45,7 +45,7 @@ def run(folder):
     more = [
         br.callbacks.KeepBest(),
         br.callbacks.JSONLines(rows),
-        br.callbacks.Checkpoint(path, every=3, keep=2),
+        br.callbacks.Checkpoint(path, every=2, keep=2),
     ]
     tuner = br.Tuner(problem, weights, hyper, br.Implicit(), weight_steps=2, callbacks=more, policy="return")
     if path.exists() or path.with_name("run.pt.previous").exists():
@@ -146,10 +146,11 @@ def main(folder, seed):
         place = folder / f"run-{number}"
         number += 1
         place.mkdir()
+        begun = kills
         while True:
             within = writes < IN_WRITES and rng.random() < 0.5
-            last = kills >= KILLS
-            one = child(place, rng.randrange(1, 120) if within and not last else None)
+            last = kills >= KILLS or kills >= begun + MOST
+            one = child(place, rng.randrange(1, 80) if within and not last else None)
             if not within and not last:
                 time.sleep(rng.random() * length)
                 os.kill(one, signal.SIGKILL)

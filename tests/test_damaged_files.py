@@ -189,6 +189,7 @@ CHANGES = {
     "a row that is a number": put(["progress", "history", 1], 3),
     "a row without seconds": put(["progress", "history", 1, "seconds"], DELETE),
     "settings": put(["settings"], [1]),
+    "a setting that is a tensor": put(["settings", "clip_weights"], torch.ones(2)),
     "streams": put(["streams"], None),
     "a stream that is a number": put(["streams", "train_batches"], 3),
     "a stream without an opening": put(["streams", "train_batches", "opening"], DELETE),
@@ -208,6 +209,25 @@ def test_a_file_of_another_form_is_refused_before_anything_changes(saved, name):
     CHANGES[name](content)
     torch.save(content, saved)
     refused(saved)
+
+
+def test_groups_with_other_states_are_restored(tmp_path):
+    def one():
+        tuner = make()
+        weight, bias = tuner.problem.weights.values()
+        groups = [{"params": [weight], "amsgrad": True}, {"params": [bias]}]
+        tuner.weight_optimizer = torch.optim.Adam(groups, 0.1)
+        return tuner
+
+    tuner = one()
+    tuner.fit([BATCH], [BATCH], 1)
+    tuner.save(tmp_path / "run.pt")
+    other = one()
+    other.load(tmp_path / "run.pt")
+    assert (
+        other.weight_optimizer.state_dict()["state"][0].keys()
+        > other.weight_optimizer.state_dict()["state"][1].keys()
+    )
 
 
 def test_files_of_other_libraries_are_refused(tmp_path):

@@ -26,7 +26,7 @@ COMMON = {
     "print_blob": True,
     "suppress_health_check": list(HealthCheck),
 }
-FAST = settings(**COMMON, max_examples=40, derandomize=True)
+FAST = settings(**COMMON, max_examples=30, derandomize=True)
 LONG = settings(**COMMON, max_examples=1000)
 
 NAMES = sorted(set(fuzzing.targets(fuzzing.Path())) - {"diagnostics.check"})
@@ -247,7 +247,7 @@ def test_configurations(**configuration):
     check_configuration(**configuration)
 
 
-@settings(FAST, max_examples=5)
+@settings(FAST, max_examples=3)
 @given(words=WORDS)
 def test_command_lines(words, monkeypatch, tmp_path, capsys):
     check_command(words, monkeypatch, tmp_path, capsys)

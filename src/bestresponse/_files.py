@@ -35,11 +35,13 @@ def replacing(path: str | Path, owner: str, previous: bool = False) -> Iterator[
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+            old = None
             if target.exists():
                 shutil.copymode(target, part)
-                if previous:
-                    _keep(target)
+                old = _second(target) if previous else None
             part.replace(target)
+            if old is not None:
+                old.replace(previous_of(target))
         finally:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -116,16 +118,15 @@ def _checked(path: str | Path, owner: str) -> Path:
     return target
 
 
-def _keep(target: Path) -> None:
-    """Keep the file as the previous one, and leave it in its place too where links are possible."""
-    previous = previous_of(target)
-    link = previous.with_name(f".{previous.name}.part")
+def _second(target: Path) -> Path:
+    """A second name of the file, or a copy on a file system without links."""
+    second = target.with_name(f".{target.name}.previous.part")
+    second.unlink(missing_ok=True)
     try:
-        link.unlink(missing_ok=True)
-        os.link(target, link)
-        link.replace(previous)
-    except OSError:  # a file system without links
-        target.replace(previous)
+        os.link(target, second)
+    except OSError:
+        shutil.copy2(target, second)
+    return second
 
 
 def _cause(error: BaseException | None) -> OSError | None:

@@ -136,7 +136,7 @@ SAVED_RUN = record(
     last_good=record(states=each(record(**STATE, hyper_step=count)), failed=of(bool)),
     callbacks=each(pair(of(str), anything)),
     progress=record(hyper_step=count, weight_step=count, history=history),
-    settings=mapping(anything),
+    settings=mapping(of(bool, int, float, str, type(None))),
     streams=mapping(stream),
     random=each(generator_state),
 )

@@ -157,9 +157,11 @@ def _unlike_tensors(optimizer: Optimizer, saved: Any) -> str:
         optimizer, torch.optim.Adafactor
     ):
         return ""
-    names = {frozenset(entries) for entries in saved.values() if entries}
-    if len(names) > 1:
-        return f"its tensors have different entries: {[sorted(some) for some in names]}"
+    numbers = iter(range(len(parameters)))
+    for group in optimizer.param_groups:
+        own = [saved.get(number) for _, number in zip(group["params"], numbers, strict=False)]
+        if len({frozenset(entries) for entries in own if entries}) > 1:
+            return "its state of some tensors is incomplete"
     for number, entries in saved.items():
         shape = parameters[number].shape
         for name, x in entries.items():
