@@ -99,3 +99,13 @@ def test_the_python_of_the_page_on_runs_that_survive_runs(tmp_path, monkeypatch)
 def test_the_links_of_the_readme_exist():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8")):
         assert (README.parent / target).exists(), target
+
+
+def test_the_python_of_the_page_for_users_of_other_libraries_runs():
+    page = README.parent / "docs" / "from-other-libraries.md"
+    torch.set_default_dtype(torch.float32)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block.replace("hyper_steps=200", "hyper_steps=20"), page.name, "exec"), names)
+    history = names["tuner"].history
+    assert history[-1]["val_loss"] < history[0]["val_loss"]

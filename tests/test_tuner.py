@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -414,4 +415,5 @@ def test_progress_shows_both_losses_and_the_norm(capsys):
     tuner.fit(train, val, 3)
     shown = capsys.readouterr().err
     assert "3 of 3 hyper-steps" in shown
+    assert re.search(r"2 of 3 hyper-steps, \d+ s, \d+ s left: ", shown)
     assert all(word in shown for word in ("train=", "val=", "|dL/dλ|="))

@@ -3,6 +3,7 @@
 Each message states what was required, what was received, and what to do.
 """
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -63,6 +64,14 @@ def named(names: Iterable[object], most: int = 5) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(map(str, listed[:most])) + more
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known name that is most like an unknown one, after a space; empty if none is like it."""
+    by_lower = {each.lower(): each for each in known}
+    begun = [each for each in by_lower if name and each.startswith(name.lower())]
+    found = begun or difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f" Did you mean {by_lower[found[0]]!r}?" if found else ""
 
 
 def require_parameters(owner: str, function: Callable[..., Any], names: str) -> None:

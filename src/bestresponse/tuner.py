@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import require_function, require_integer
 from .methods import Implicit, Method
+from .methods.accumulation import accumulate
 from .methods.base import require_method
-from .methods.hypergradient import accumulate
 from .methods.policy import attempt
 from .passes import random_state
 from .problem import Problem
@@ -25,6 +25,7 @@ from .runs.events import add_event
 from .runs.hyper_steps import HyperSteps
 from .runs.recovery import LastGood
 from .runs.requirements import as_callbacks, check_hyper_optimizer, check_settings, check_weight_optimizer
+from .runs.schedulers import step_scheduler
 from .runs.streams import Stream
 from .runs.watch import Watch, as_watch
 from .runs.weight_steps import WeightStep, WeightSteps
@@ -64,8 +65,7 @@ class Tuner:
             ``tuner.watch`` keeps the state that is best on it; see `callbacks.Watch`.
 
     Attributes:
-        history: a dict for each hyper-step, with the losses and the report of the solve, including the damping or
-            scale that it chose.
+        history: a dict for each hyper-step: losses, the report of the solve, and a summary of the hyperparameters.
         hyper_step, weight_step: the numbers of steps made.
 
     Raises:
@@ -118,6 +118,7 @@ class Tuner:
         self.stopped: str | None = None
         self.streams: dict[str, Stream] = {}
         self.resumed: dict[str, Any] | None = None
+        self._clock = time.perf_counter()
         self._weight_steps = WeightSteps(problem, weight_optimizer)
         self._hyper_steps = HyperSteps(problem, hyper_optimizer)
 
@@ -142,7 +143,7 @@ class Tuner:
         train, val = self._streams(train_batches=train_batches, val_batches=val_batches)
         self.stopped = None
         self.last_hyper_step = self.hyper_step + hyper_steps
-        began = time.perf_counter() - (self.history[-1]["seconds"] if self.history else 0.0)
+        self._clock = time.perf_counter()
         with ExitStack() as stack:
             for callback in self.callbacks:
                 if hasattr(callback, "close"):
@@ -151,13 +152,24 @@ class Tuner:
                 self._move_weights(next(train))
             while self.hyper_step < self.last_hyper_step and self.stopped is None:
                 losses = [self._move_weights(next(train)) for _ in range(self.weight_steps)]
-                row = self._move_hyperparameters(losses, next(train), next(val))
-                row["seconds"] = time.perf_counter() - began
-                self.history.append(row)
-                # Checkpoints come last, since other callbacks may change the row.
-                for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
-                    callback(self)
+                self.step(losses, next(train), next(val))
         return self.history
+
+    def step(self, losses: Sequence[Tensor], train_batch: Any, val_batch: Any) -> dict[str, Any]:
+        """Make one hyper-step on these batches, and return its row; for training loops other than `fit`.
+
+        ``losses`` are the training losses of the weight steps since the last one; see `integrations.Tuning`.
+        """
+        row = self._move_hyperparameters(losses, train_batch, val_batch)
+        now, before = time.perf_counter(), self.history[-1]["seconds"] if self.history else 0.0
+        row["seconds"], self._clock = before + now - self._clock, now
+        row |= self._hyper_steps.summary.of(self.hyper_step, self.last_hyper_step)
+        self.history.append(row)
+        # Checkpoints come last, since other callbacks may change the row.
+        for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
+            callback(self)
+            self.stopped = next(filter(None, self.problem.group.gather(self.stopped)), None)
+        return row
 
     def save(self, path: str | Path) -> None:
         """Write the run into one file, from which `load` continues as if the run had not stopped.
@@ -245,7 +257,7 @@ class Tuner:
         skips = self.policy == "skip"
         loss = self._weight_steps.step(self.weight_optimizer, batch, self.clip_weights, skips)
         self.weight_step += 1
-        self._step_scheduler(self.weight_scheduler)
+        step_scheduler(self.weight_scheduler, self.history[-1]["val_loss"] if self.history else None)
         return loss
 
     def _move_hyperparameters(
@@ -274,16 +286,5 @@ class Tuner:
             accumulate(self.problem, result)
             self._hyper_steps.step(self.hyper_optimizer, self.clip_hypergradient, row)
         self.hyper_step = number
-        self._step_scheduler(self.hyper_scheduler, result.val_loss)
+        step_scheduler(self.hyper_scheduler, result.val_loss)
         return row
-
-    def _step_scheduler(self, scheduler: Any, val_loss: float | None = None) -> None:
-        if scheduler is None:
-            return
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step()
-            return
-        if val_loss is None and self.history:
-            val_loss = self.history[-1]["val_loss"]
-        if val_loss is not None:
-            scheduler.step(val_loss)

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
+from ..distributed import Group
 from ..errors import named, require_integer
 from ..hyperparameters.protocol import diagonal_of, knows_its_curvature
 from ..passes import graph
@@ -21,7 +22,7 @@ from ..problem import Passes, Problem
 from ..solvers.system import Preconditioner, Product
 from .base import Curvature, Linearisation
 from .kronecker import Layer, supported
-from .outputs import output_root, with_graph
+from .outputs import root_columns, with_graph
 from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
 
 # The share of the largest eigenvalue that steadies a preconditioner.
@@ -81,6 +82,15 @@ class KFAC(Curvature):
         directions whose curvature the factors miss; without it they slow conjugate gradient down. For several
         `Batches` the factors are the means.
         """
+        problem, group = passes.problem, passes.problem.group
+        total = group.together(lambda: self._factors(passes, batch))
+        if group.averages:
+            total.average(group, batch)
+        with torch.no_grad():
+            rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
+            return _Inverse(total, rest)
+
+    def _factors(self, passes: Passes, batch: Any) -> "Factors":
         problem = passes.problem
         total: Factors | None = None
         for number, (piece, weight) in enumerate(weighted(batch)):
@@ -90,9 +100,7 @@ class KFAC(Curvature):
             factors = Factors(problem, calls, self, outputs, with_graph(outputs, "KFAC"), piece)
             total = factors.scaled(weight) if total is None else total.plus(factors.scaled(weight))
         assert total is not None
-        with torch.no_grad():
-            rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
-            return _Inverse(total, rest)
+        return total
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ class Factors:
         names = {id(w): n for n, w in problem.weights.items()}
         # Other outputs are hyperparameters that predict passes to the loss.
         wanted = [bool(graph.leaves(x) & names.keys()) for x in moving]
-        columns = _columns(curvature, outputs, moving, wanted, batch)
+        columns = root_columns(curvature.loss, curvature.samples, outputs, moving, wanted, batch)
         moving = list(compress(moving, wanted))
         uses = graph.uses(moving)
         made = _alone(calls, uses, set(graph.nodes(moving)))
@@ -189,6 +197,16 @@ class Factors:
         for name, d in other.diagonal.items():
             self.diagonal[name] = d + self.diagonal[name] if name in self.diagonal else d
         return self
+
+    def average(self, group: Group, batch: Any) -> None:
+        """Take the means over the ranks of a group; all of them must have run the same layers."""
+        group.require_same([list(self.layers), list(self.diagonal)], "weights with Kronecker factors")
+        factors = [x for layer in self.layers.values() for x in (layer.a, layer.g)]
+        tensors = [*factors, *self.diagonal.values()]
+        means = iter(x for x in group.mean(lambda: tensors, tensors, batch) if x is not None)
+        for layer in self.layers.values():
+            layer.a, layer.g = next(means), next(means)
+        self.diagonal = {n: next(means) for n in self.diagonal}
 
     def product(self, v: Tree) -> Tree:
         """C v."""
@@ -247,24 +265,6 @@ def _alone(calls: Calls, uses: Counter[int], nodes: set[Any]) -> Calls:
     }
 
 
-def _columns(
-    curvature: KFAC, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
-) -> Iterator[list[Tensor]]:
-    """Columns of S: one for each output, with a random sign for each example; or sums of all with random signs.
-
-    The signs make the square of the sum over the examples an unbiased estimate of the sum of squares.
-    """
-    examples, size, root = output_root(curvature.loss, outputs, moving, wanted, batch)
-    like = next(compress(moving, wanted))
-    generator = torch.Generator().manual_seed(0)
-    for number in range(curvature.samples or size):
-        width = size if curvature.samples else 1
-        signs = 2.0 * torch.randint(2, (examples, width), generator=generator) - 1.0
-        xi = torch.zeros(examples, size)
-        xi[:, slice(None) if curvature.samples else slice(number, number + 1)] = signs
-        yield root(xi.to(like.device, like.dtype) / (curvature.samples or 1) ** 0.5)
-
-
 class _Kronecker(SplitLinearisation):
     """Products with the factors of one batch."""
 
@@ -278,6 +278,9 @@ class _Kronecker(SplitLinearisation):
         self._factors = Factors(self._problem, self._calls, self._curvature, outputs, moving, batch)
         self._calls = {}
         self.detail = "; ".join(filter(None, (self.detail, self._factors.detail)))
+
+    def average(self, group: Group, batch: Any) -> None:
+        self._factors.average(group, batch)
 
     def outer(self, v: Tree) -> Tree:
         return self._factors.product(v)

@@ -1,24 +1,23 @@
 """The files of a run: configuration, rows and result."""
 
 import dataclasses
-import importlib.metadata
 import json
-import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .._files import file_errors, replace_text
 from ..errors import ArgumentError
+from ..reports.recorded import read_json as read_json
 from ..runs.callbacks import to_json
+from ..runs.report import versions as versions
 
 Row = dict[str, Any]
 
 # Options that may differ when a run is resumed.
 _MAY_CHANGE = {"preset", "steps", "save_every", "resume", "threads", "device", "data_dir", "out"}
+_MAY_CHANGE |= {"watch_every", "patience", "versions"}
 
 
 def begin(folder: Path, config: Row, files: Sequence[str] = (), resume: bool = False) -> None:
@@ -85,14 +84,6 @@ def mean_and_deviation(rows: Iterable[Mapping[str, Any]], by: Sequence[str], of:
     return result
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def read_config(folder: Path) -> Row:
     """``config.json``, as written."""
     path = folder / "config.json"
@@ -125,13 +116,3 @@ def write_whole(path: Path, value: Any) -> None:
 def as_json(config: Any) -> Row:
     """A dataclass as plain values, with paths as text."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(config).items()}
-
-
-def versions() -> dict[str, str]:
-    """The versions and the number of threads behind the numbers."""
-    return {
-        "bestresponse": importlib.metadata.version("bestresponse"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": str(torch.get_num_threads()),
-    }

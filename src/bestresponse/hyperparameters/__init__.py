@@ -6,7 +6,16 @@ from .dropout import ConcreteDropout, DropConnect
 from .example_weights import ExampleWeights, LossWeights
 from .export import load, save
 from .orthant import orthant_wise
-from .protocol import Bounded, Constrained, Kinked, KnownCurvature, KnownMixedTerm, Searchable, Shrinking
+from .protocol import (
+    Bounded,
+    Constrained,
+    Kinked,
+    KnownCurvature,
+    KnownMixedTerm,
+    Readable,
+    Searchable,
+    Shrinking,
+)
 from .shrinkage import Shrinkage, Shrunk
 from .table import Indexed, Weights
 from .weight_decay import WeightDecay
@@ -24,6 +33,7 @@ __all__ = [
     "KnownCurvature",
     "KnownMixedTerm",
     "LossWeights",
+    "Readable",
     "Searchable",
     "Shrinkage",
     "Shrinking",

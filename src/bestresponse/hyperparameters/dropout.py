@@ -1,7 +1,7 @@
 """Dropout with rates that are tuned: masks that are differentiable in the rates."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,10 @@ class ConcreteDropout(nn.Module):
     def values(self) -> Tensor:
         """The rates, as `rates` has them."""
         return self.rates()
+
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The rates p in the history."""
+        return name.replace("logit", "rate"), torch.sigmoid
 
     def extra_repr(self) -> str:
         return f"{list(self.logit.shape)}, shared={self.shared}, temperature={self.temperature}"

@@ -12,11 +12,12 @@ module can provide more through methods. Each of them is a protocol here:
 | `KnownMixedTerm` | ``mixed_product(model, v)`` besides the former | ``rest``, for the mixed term |
 | `Constrained` | ``values()`` | `save`, for files that other programs read |
 | `Kinked` | ``rates_at_zero(model)`` | `Tuner` and `orthant_wise`, around each step of the weights |
+| `Readable` | ``readable(name)`` | `Tuner`, for the history |
 
 `testing.check_hyperparameters(module, model)` checks those that a module provides, against derivatives of its value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor, nn
@@ -93,6 +94,18 @@ class Kinked(Protocol):
         """The slope r ≥ 0 of the penalty next to w_i = 0, by weight: the penalty is r_i |w_i| there.
 
         The tensors broadcast against the weights; weights without a kink are left out.
+        """
+        ...
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """Hyperparameters whose plain values are functions of single entries, such as decays of their logarithms."""
+
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The name of the plain values of the parameter ``name``, and the function of entries that computes them.
+
+        None where the parameter is best shown as it is.
         """
         ...
 

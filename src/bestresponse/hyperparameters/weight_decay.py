@@ -1,7 +1,7 @@
 """Weight decay as a term of the training loss, with one rate for all weights, or for each group, or for each weight."""
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 
 import torch
@@ -169,6 +169,12 @@ class WeightDecay(nn.Module):
         if self.per == "global" and not self._centres:
             return {"all": self._rates()[self.names[0]].exp()}
         return {name: rate.exp() for name, rate in self._rates().items()}
+
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The decays exp(λ) in the history; differences from a centre stay as they are."""
+        if self._centres and name in self._places.values():
+            return None
+        return name.removeprefix("log_"), torch.exp
 
     def extra_repr(self) -> str:
         return (

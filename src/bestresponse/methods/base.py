@@ -5,24 +5,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _tree
-from .._tree import Tree
-from ..batches import weighted
 from ..curvatures import Curvature
-from ..errors import ArgumentTypeError, NotFiniteError, require_seed
-from ..passes import graph
+from ..errors import ArgumentTypeError, require_seed
 from ..passes.foreign_errors import foreign_errors_told
-from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
 from ..solvers import Solver
 from ..verification.base import Claim, verified
-from .hypergradient import Hypergradient, accumulate, added, require_finite, warn_of_failure
-from .reach import reaches, unreached_by_validation
+from .accumulation import accumulate
+from .hypergradient import Hypergradient, added, require_finite, warn_of_failure
 from .savings import savings
+from .sharding import refuse_sharded
 
 
 class Method(ABC):
@@ -45,6 +41,10 @@ class Method(ABC):
     def savings(self) -> str:
         """What needs less memory than this method, for the message when memory runs out."""
         return ""
+
+    def needing_whole(self) -> object:
+        """The part that needs whole weights on each rank; None if it runs on sharded ones too."""
+        return self
 
     def parts_that_remember(self) -> Mapping[str, object]:
         """The parts of the method that have their own state on a problem, by name; `Tuner.save` stores these states."""
@@ -119,7 +119,8 @@ def backward(
 ) -> Hypergradient:
     """Add the hypergradient into the ``.grad`` of the hyperparameters, as Tensor.backward does.
 
-    Call the hyperparameters' optimiser afterwards. Arguments, result and errors are those of `hypergradient`.
+    Call the hyperparameters' optimiser afterwards. Arguments, result and errors are those of `hypergradient`. A warning
+    comes if ``.grad`` already holds something else, such as ∂L_T/∂λ from a plain ``loss.backward()``.
     """
     result = hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
     accumulate(problem, result)
@@ -143,6 +144,7 @@ def unchecked_hypergradient(
     require_method(method)
     require_seed("seed", seed)
     problem.check_intact()
+    refuse_sharded(problem, method.needing_whole())
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = {part: problem.state(part).copy() for part in (method, *method.parts_that_remember().values())}
     try:
@@ -173,48 +175,6 @@ def require_method(method: object) -> None:
     elif isinstance(method, type):
         advice = f"Create an instance: {method.__name__}(...)."
     raise ArgumentTypeError(f"method must be a method; got {method!r}. {advice}")
-
-
-def validation_gradient(
-    passes: Passes,
-    batch: Any,
-    read: Reading,
-    weights: Tree | None = None,
-    through_weights: bool = True,
-) -> tuple[float, Tree, dict[str, Tensor | None]]:
-    """L_V, ∂L_V/∂w (zero if L_V does not depend on w) and ∂L_V/∂λ (None if not on λ), running statistics included.
-
-    With ``through_weights`` it raises if L_V depends on no weight.
-    """
-    problem = passes.problem
-    at = problem.weights if weights is None else weights
-    inputs = [*at.values(), *problem.hyperparameters.values()]
-    total: list[Tensor | None] = [None] * len(inputs)
-    value, reached = 0.0, not through_weights
-    # One batch's graph at a time. The backward pass also runs in the mode of the loss.
-    for number, (piece, weight) in enumerate(weighted(batch)):
-        with passes.numbered(number), passes.validating():
-            with read:
-                loss = passes.val_loss(piece, weights)
-            graph.refuse_reentrant(loss)
-            passes.rewind()
-            gradients = [None if g is None else _tree.dense(g) for g in read.gradients(loss, inputs, weight)]
-        reached = reached or reaches(loss, gradients[: len(at)], at.values())
-        total = [graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
-        value += weight * float(loss.detach())
-    if not reached:
-        raise unreached_by_validation(problem)
-    total = list(map(graph.plus, total, read.followed(inputs, weights)))
-    of_weights = {
-        n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
-    }
-    direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, total[len(at) :], strict=True))
-    if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
-        raise NotFiniteError(
-            f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
-            "Look for sqrt, log or division at zero in val_loss."
-        )
-    return value, of_weights, direct
 
 
 def combine(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import require_integer
+from ..errors import EvaluationError, require_integer
 from ..passes.running_statistics import Reading
 from ..problem import Passes
 from ..solvers.capacity import require_memory
@@ -20,10 +20,7 @@ from .reach import refuse_unreached
 from .rules import SGD, Rule
 from .savings import bytes_of, savings
 from .steps_ahead import ThroughSteps, at_the_end, claim_of
-from .trajectory import Point, Trajectory
-
-# The changes of the tensors of a point; None for a tensor that does not change.
-Tangent = list[Tensor | None]
+from .trajectory import Point, Tangent, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +63,11 @@ class Forward(ThroughSteps):
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
+        if problem.group.own:
+            raise EvaluationError(
+                "Forward needs the same hyperparameters on all ranks; got a table of each rank's own, "
+                "Weights(sharded=True). Use Unrolled."
+            )
         path = Trajectory(self.rule, self.step_size, self.steps, passes, train_batch, self.fresh_batches)
         number = _tree.size(problem.hyperparameters)
         size = min(self.chunk or number, number)

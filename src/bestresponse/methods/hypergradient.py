@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _tree
@@ -57,7 +56,15 @@ class Hypergradient:
         if self.agreement is not None:
             numbers["agreement"] = self.agreement
         if self.solve is not None:
-            names = ("products", "residual", "hypergradient_error", "damping_effect", "damping", "scale")
+            names = (
+                "products",
+                "residual",
+                "hypergradient_error",
+                "damping_effect",
+                "damping",
+                "scale",
+                "warm",
+            )
             numbers["status"] = str(self.solve.status)
             numbers |= {name: getattr(self.solve, name) for name in names}
         return numbers
@@ -134,16 +141,6 @@ def skip_message(number: int, reason: str) -> str:
         f"hyper-step {number} is skipped: {reason}. (This warning comes once; `stepped` and `event` in the history "
         "show each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
     )
-
-
-@torch.inference_mode(False)
-def accumulate(problem: Problem, result: Hypergradient) -> None:
-    """Add a hypergradient into ``.grad``."""
-    for name, parameter in problem.hyperparameters.items():
-        if parameter.grad is None:
-            parameter.grad = result.total[name].clone()
-        else:
-            parameter.grad.add_(result.total[name])
 
 
 def require_finite(result: Hypergradient, when: str = "") -> None:

@@ -18,10 +18,12 @@ from ..problem import Passes
 from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Status
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import CurvatureMethod, combine, validation_gradient
+from .base import CurvatureMethod, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
+from .sharding import needing_whole
 from .singular import singular_operation
+from .validation import validation_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,7 @@ class Implicit(CurvatureMethod):
             mixed = resumed(system.mixed)(solution.x)
             indirect = {n: None if x is None else -x for n, x in mixed.items()}
             result = combine(problem, val_loss, direct, indirect)
-            size = result.norm
+            size = problem.group.largest(result.norm)
         singular = ""
         if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
             _, again, _ = validation_gradient(passes, val_batch, Reading(passes, train_batch))
@@ -113,6 +115,9 @@ class Implicit(CurvatureMethod):
     @property
     def savings(self) -> str:
         return self.solver.savings if self.solver is not None else ""
+
+    def needing_whole(self) -> object:
+        return needing_whole(self.solver, self.curvature)
 
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))

@@ -55,11 +55,23 @@ class Attempt(NamedTuple):
 def attempt(tuner: Judged, train_loss: float, train_batch: Any, val_batch: Any, seed: int) -> Attempt:
     """Compute a hypergradient, and judge it and the losses by the policy.
 
+    Of several processes all do the same: if one of them skips or returns, all do.
+
     Raises:
         NotFiniteError: a loss or the hypergradient is not finite, under "warn" and "raise", or too often under "skip".
         SolveError: the solve failed, under "raise".
         EvaluationError: the validation loss rose too far, under "raise"; or "return" has no good state to return to.
     """
+    own = _own_attempt(tuner, train_loss, train_batch, val_batch, seed)
+    outcomes = tuner.problem.group.gather(own.outcome)
+    for outcome in ("returned", "skipped"):
+        if outcome in outcomes and own.outcome != outcome:
+            return own._replace(outcome=outcome, reason=own.reason or "another process failed")
+    return own
+
+
+def _own_attempt(tuner: Judged, train_loss: float, train_batch: Any, val_batch: Any, seed: int) -> Attempt:
+    """The attempt of this process."""
     goes_on = tuner.policy in ("skip", "return")
     where = f" at hyper-step {tuner.hyper_step + 1}"
     result: Hypergradient | None = None

@@ -15,11 +15,13 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import CurvatureMethod, combine, validation_gradient
+from .base import CurvatureMethod, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import Rule, like
+from .sharding import needing_whole
 from .trajectory import Trajectory
+from .validation import validation_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +70,13 @@ class SAMA(CurvatureMethod):
         path = Trajectory(rule, 1.0, 1, passes, train_batch, False)
         point = path.start()
         weights = [problem.weights[n] for n in system.names]
-        gradient = torch.autograd.grad(passes.train_loss(train_batch), weights)
-        along = {n: g.detach().requires_grad_() for n, g in zip(system.names, gradient, strict=True)}
+        gradient = problem.group.mean(
+            lambda: torch.autograd.grad(passes.train_loss(train_batch), weights, allow_unused=True),
+            weights,
+            train_batch,
+        )
+        pairs = zip(system.names, gradient, strict=True)
+        along = {n: g.detach().requires_grad_() for n, g in pairs if g is not None}
         moved = point.moved(rule, along, path.settings).tensors
         v = {}
         for name, g in along.items():
@@ -83,6 +90,9 @@ class SAMA(CurvatureMethod):
                 v[name] = v[name].masked_fill(never, 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}
         return replace(combine(problem, val_loss, direct, indirect), norms=read.norms)
+
+    def needing_whole(self) -> object:
+        return needing_whole(None, self.curvature)
 
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=False)

@@ -137,14 +137,17 @@ class Unrolled(ThroughSteps):
         points = [start]
         for begin in begins[:-1]:
             points.append(path.run(points[-1], begin, begin + size))
-        last = path.graph(points.pop(), begins[-1], self.steps)
+        last = path.graphs(points.pop(), begins[-1], self.steps)
 
         def pieces() -> Iterator[Piece]:
-            yield last
+            while last:
+                yield last.pop()
             for begin in reversed(begins[:-1]):
-                yield path.graph(points.pop(), begin, begin + size)
+                block = path.graphs(points.pop(), begin, begin + size)
+                while block:
+                    yield block.pop()
 
-        return last.end, pieces()
+        return last[-1].end, pieces()
 
     def _interpolated(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
         """The same, with each step at a point between the first and the last."""

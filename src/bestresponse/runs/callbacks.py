@@ -27,9 +27,15 @@ from ..errors import (
 from .best import EarlyStopping as EarlyStopping
 from .best import KeepBest as KeepBest
 from .checkpoint import save
+from .loggers import CSV as CSV
+from .loggers import MLflow as MLflow
+from .loggers import TensorBoard as TensorBoard
+from .loggers import Trackio as Trackio
+from .loggers import WandB as WandB
 from .missing_files import tolerated
 from .progress import Progress as Progress
 from .recovery import Recovering
+from .report import Report as Report
 from .run import Run
 from .watch import Watch as Watch
 
@@ -39,7 +45,8 @@ class Evaluate:
 
     Args:
         function: (model, hyper) -> dict of numbers, which are added to the row in the history. It runs in
-            eval mode without gradients, and leaves random state and buffers as they were.
+            eval mode without gradients, and leaves random state and buffers as they were. Of several processes the
+            means are taken, each counting equally.
         every: hyper-steps between two measurements; the last one that `Tuner.fit` was asked for is measured
             in any case.
     """
@@ -53,9 +60,10 @@ class Evaluate:
         if tuner.hyper_step % self.every and tuner.hyper_step != tuner.last_hyper_step:
             return
         problem = tuner.problem
-        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad():
-            values = self.function(problem.model, problem.hyper)
-        tuner.history[-1].update(_numbers(values))
+        reading = problem.group.reading((*problem.model.modules(), *problem.hyper.modules()))
+        with problem.undisturbed(twice=False) as passes, passes.eval_mode(), torch.no_grad(), reading:
+            values = problem.group.together(lambda: _numbers(self.function(problem.model, problem.hyper)))
+        tuner.history[-1].update(problem.group.mean_of(values))
 
 
 def _numbers(values: object) -> dict[str, float]:
@@ -130,7 +138,7 @@ class JSONLines:
 
     The last line has its end only when the run has come to its end: a file without it is that of a run that was killed
     or interrupted. If a row cannot be written, the run continues with a warning, unless the tuner's policy is "raise";
-    the missing rows are written when it is possible again.
+    the missing rows are written when it is possible again. Of several processes rank 0 writes.
 
     Args:
         path: the file; rows are appended. A run that goes on from a saved state first removes the rows that
@@ -146,6 +154,8 @@ class JSONLines:
         self._next: int | None = None  # the first hyper-step whose row is not written
 
     def __call__(self, tuner: Run) -> None:
+        if tuner.problem.group.rank:
+            return
         number = tuner.hyper_step
         own = self._resumed or (self._next is not None and self._next <= number)
         first = number if self._next is None or self._next > number else self._next

@@ -3,21 +3,21 @@
 import contextlib
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._files import as_path, previous_of, replacing
+from ..distributed import Group
 from ..errors import ArgumentError, BestResponseWarning, Error, FileError
 from ..passes import random_state
+from .plain_data import as_data
 from .recovery import Recovering
-from .schema import SAVED_RUN, Mismatch
+from .schema import RANKS, SAVED_RUN, Mismatch
 from .state import check_state, has_state, restore_state, state_of
 
 _FORMAT = 3
@@ -41,11 +41,39 @@ def save(tuner: Recovering, path: str | Path, previous: bool = False) -> None:
         path: the file.
         previous: whether to keep the old file as ``path.previous``.
     """
+    group = tuner.problem.group
+    if group.sharded or group.own:
+        got = (
+            "sharded weights (fully_shard)"
+            if group.sharded
+            else "a table of each rank's own, Weights(sharded=True)"
+        )
+        raise ArgumentError(
+            f"Tuner.save needs all weights and hyperparameters on rank 0; got {got}. Save the state dicts of model, "
+            "hyper and both optimisers on each rank, for example with torch.distributed.checkpoint."
+        )
     # A loaded run that has not continued yet is still at its saved position.
     where = tuner.resumed or {
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},
         "random": random_state.snapshot(),
     }
+    first, *others = group.gather(as_data(where, "streams"))
+    failed = group.together(lambda: None if group.rank else _write(tuner, first, others, path, previous))
+    # All ranks fail alike, so that the policy is the same on each.
+    messages = group.gather("" if failed is None else str(failed))
+    if failed is not None:
+        raise failed
+    if messages[0]:
+        raise FileError(messages[0])
+
+
+def _write(
+    tuner: Recovering, where: dict[str, Any], others: list[dict[str, Any]], path: str | Path, previous: bool
+) -> FileError | None:
+    """Write the file, and return the error if that is not possible.
+
+    ``where`` has the batches' position and the random state of rank 0, ``others`` of the rest.
+    """
     content: dict[str, Any] = {
         "bestresponse": _FORMAT,
         **state_of(tuner),
@@ -53,11 +81,16 @@ def save(tuner: Recovering, path: str | Path, previous: bool = False) -> None:
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         "settings": {name: getattr(tuner, name) for name in _SETTINGS},
+        "ranks": others,
         **where,
     }
-    content = {name: _as_data(value, name) for name, value in content.items()}
-    with replacing(path, "Tuner.save", previous) as file, _checksums():
-        torch.save(content, file)
+    content = {name: as_data(value, name) for name, value in content.items()}
+    try:
+        with replacing(path, "Tuner.save", previous) as file, _checksums():
+            torch.save(content, file)
+    except FileError as error:
+        return error
+    return None
 
 
 def load(tuner: Recovering, path: str | Path) -> None:
@@ -80,7 +113,28 @@ def load(tuner: Recovering, path: str | Path) -> None:
             setattr(tuner, name, content["progress"][name])
         tuner.last_good.load_state_dict(content["last_good"])
         tuner.streams.clear()
-        tuner.resumed = {"streams": content["streams"], "random": content["random"]}
+        tuner.resumed = _place(content, tuner.problem.group)
+
+
+def _place(content: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """The position in the batches and the random state of this rank; a new round if there were more or fewer ranks."""
+    ranks = [{name: content[name] for name in ("streams", "random")}, *content.get("ranks", [])]
+    if len(ranks) == group.size:
+        return dict(ranks[group.rank])
+    warnings.warn(
+        f"the run was saved by {len(ranks)} processes and continues on {group.size}: each has other batches, so a new "
+        "round of them begins.",
+        BestResponseWarning,
+        stacklevel=5,
+    )
+    if group.rank < len(ranks):
+        return {"streams": {}, "random": ranks[group.rank]["random"]}
+    before = random_state.snapshot()
+    random_state.restore(ranks[0]["random"])
+    random_state.seed_all(int(torch.randint(2**62, ())) + group.rank)
+    state = random_state.snapshot()
+    random_state.restore(before)
+    return {"streams": {}, "random": state}
 
 
 def _load_callbacks(tuner: Recovering, saved: list[Any]) -> None:
@@ -121,34 +175,6 @@ def _all_or_nothing(tuner: Recovering) -> Iterator[None]:
 
 def _stateful(tuner: Recovering) -> list[Any]:
     return [c for c in tuner.callbacks if has_state("the callback", c)]
-
-
-def _as_data(value: Any, place: str) -> Any:
-    """The same data as tensors and Python's own types, which can be read without running code.
-
-    Raises:
-        ArgumentError: the data holds something else; the message names the place.
-    """
-    if value is None or isinstance(value, bytes | Tensor | torch.Size | torch.dtype | torch.device):
-        return value
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):  # NumPy's float64 and enumerations of texts are subclasses
-            return value if type(value) is kind else kind(value)
-    if isinstance(value, dict):
-        data = {_as_data(k, place): _as_data(x, f"{place}[{k!r}]") for k, x in value.items()}
-        # A module's state keeps versions in an attribute; a counter or a default dict keeps its kind.
-        unchanged = all(data.get(k) is x for k, x in value.items())
-        return value if unchanged and type(value) in (OrderedDict, Counter) else data
-    if type(value) in (list, tuple):
-        return type(value)(_as_data(x, f"{place}[{i}]") for i, x in enumerate(value))
-    if isinstance(value, set | frozenset):
-        return set(_as_data(sorted(value), place))
-    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
-        return _as_data(value.tolist(), place)
-    raise ArgumentError(
-        f"Tuner.save can write only tensors and plain data (numbers, texts, lists, dicts); got a "
-        f"{type(value).__name__} at {place}. Leave it out of that state_dict, or convert it to plain data."
-    )
 
 
 @contextmanager
@@ -211,6 +237,7 @@ def _read_alone(path: str | Path) -> dict[str, Any]:
         raise FileError(f"{advice}, which is something else.")
     try:
         SAVED_RUN("the file", content)
+        RANKS("the other processes", content.get("ranks", []))
     except Mismatch as error:
         raise FileError(f"{advice}, which is something else: {error}.") from error
     return content

@@ -8,6 +8,7 @@ from ..hyperparameters import Bounded, Shrinking
 from ..passes.embedding import clip_gradients
 from ..problem import Problem
 from .events import add_event
+from .summary import Summary
 from .weight_steps import FirstSettings
 
 
@@ -22,6 +23,7 @@ class HyperSteps:
 
     def __init__(self, problem: Problem, optimizer: Optimizer) -> None:
         self.problem, self._first = problem, FirstSettings(optimizer)
+        self.summary = Summary(problem)
 
     def step(self, optimizer: Optimizer, clip: float | None, row: dict[str, Any]) -> None:
         """Make a step along the hypergradient of a row of the history; ``.grad`` is empty afterwards."""

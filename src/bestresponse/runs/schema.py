@@ -140,3 +140,4 @@ SAVED_RUN = record(
     streams=mapping(stream),
     random=each(generator_state),
 )
+RANKS = each(record(streams=mapping(stream), random=each(generator_state)))

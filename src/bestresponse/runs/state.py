@@ -26,7 +26,7 @@ def state_of(tuner: SavedRun) -> dict[str, Any]:
         "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
         "method": {
             "settings": settings_of(tuner.method),
-            "states": {name: vars(problem.state(part)) for name, part in _remembering(tuner).items()},
+            "states": {name: vars(problem.state(part)) for name, part in remembering(tuner).items()},
         },
     }
 
@@ -58,7 +58,7 @@ def restore_state(tuner: SavedRun, saved: Mapping[str, Any], stacklevel: int = 2
             raise ArgumentError(f"{name} must be like the saved one, which lacks {missing}.")
     for name in _MODULES:
         _load_module(getattr(tuner.problem, name), saved["modules"][name])
-    _load_method(tuner, saved["method"], stacklevel + 1)
+    load_method(tuner, saved["method"], stacklevel + 1)
 
 
 def has_state(name: str, part: object) -> bool:
@@ -84,7 +84,7 @@ def _parts(tuner: SavedRun) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if has_state(name, part)}
 
 
-def _remembering(tuner: SavedRun) -> dict[str, object]:
+def remembering(tuner: SavedRun) -> dict[str, object]:
     """The method and its parts that have a state on the problem."""
     return {"method": tuner.method, **tuner.method.parts_that_remember()}
 
@@ -192,7 +192,8 @@ def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
                 owner._buffers[leaf] = value if before is None else value.to(before.device)
 
 
-def _load_method(tuner: SavedRun, saved: Mapping[str, Any], stacklevel: int) -> None:
+def load_method(tuner: SavedRun, saved: Mapping[str, Any], stacklevel: int = 3) -> None:
+    """Restore the state of the method, or warn if it has other settings."""
     problem = tuner.problem
     if saved["settings"] != settings_of(tuner.method):
         warnings.warn(
@@ -204,7 +205,7 @@ def _load_method(tuner: SavedRun, saved: Mapping[str, Any], stacklevel: int) -> 
         problem.forget(tuner.method)
         return
     place = next(iter(problem.weights.values())).device
-    for name, part in _remembering(tuner).items():
+    for name, part in remembering(tuner).items():
         state = _placed(saved["states"].get(name, {}), problem.weights, place)
         problem.remember(part, MethodState(**state))
 

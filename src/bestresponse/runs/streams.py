@@ -64,8 +64,9 @@ class Stream:
         """The position of the stream, as data that can be saved."""
         if self._iterator is None:
             return {}
-        if self._keeps_position():
-            return {"loader": self.batches.state_dict()}  # type: ignore[attr-defined]
+        position = self._position()
+        if position is not None:
+            return {"loader": position}
         if getattr(self.batches, "persistent_workers", False):
             warnings.warn(
                 f"{self.name} has persistent workers, whose state cannot be restored: from the second round "
@@ -101,8 +102,17 @@ class Stream:
         self._opening = {"shared": random_state.snapshot(), "own": random_state.states_of(self._generators())}
         self._iterator, self._taken = iter(self.batches), 0
 
-    def _keeps_position(self) -> bool:
-        return all(callable(getattr(self.batches, name, None)) for name in ("state_dict", "load_state_dict"))
+    def _position(self) -> Any:
+        """The position that the collection keeps itself; None if it keeps none."""
+        batches: Any = self.batches
+        if not all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict")):
+            return None
+        try:
+            return batches.state_dict()
+        except (
+            AttributeError
+        ):  # accelerate's loader has the method, but a state only if the inner loader has one
+            return None
 
     def _generators(self) -> dict[str, Any]:
         return random_state.generators(self.batches)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _tree
@@ -49,35 +49,71 @@ class WeightSteps:
         if not isinstance(optimizer, Optimizer):
             optimizer(problem, batch)
             with problem.undisturbed(twice=False) as passes:
-                return passes.train_loss(batch).detach()
+                (loss,) = problem.group.mean(
+                    lambda: [passes.train_loss(batch).detach()], [_tree.number(problem.weights)], batch
+                )
+                assert loss is not None
+                return loss
         weights = list(problem.weights.values())
         optimizer.zero_grad(set_to_none=True)
-        losses = []
         buffers = [(b, b.clone()) for b in self._buffers()] if skips else []
         with foreign_errors_told("Use smaller batches, or Batches of smaller pieces."):
-            for piece, weight in weighted(batch):
-                loss = weight * checked_loss(
-                    "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
-                )
-                # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
-                torch.autograd.backward(loss, inputs=weights)
-                losses.append(loss.detach())
-        if skips and _tree.not_finite({"loss": torch.stack(losses).sum(), **_gradients(problem.weights)}):
+            loss = self._differentiate(weights, batch)
+        if skips and _tree.not_finite({"loss": loss, **_gradients(problem.weights)}):
             self._skipped += 1
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)  # a batch that is not finite spoils running statistics
             optimizer.zero_grad(set_to_none=True)
-            return torch.full_like(losses[0], torch.nan)
-        with ExitStack() as stack:
-            for model, penalties in self._penalties:
-                stack.enter_context(orthant_wise(model, *penalties))
+            return torch.full_like(loss, torch.nan)
+        with self.in_orthants():
             if clip is not None:
                 clip_gradients(weights, clip)
             optimizer.step()
         # A gradient kept until the next step would take memory during the hypergradient.
         optimizer.zero_grad(set_to_none=True)
-        return torch.stack(losses).sum()
+        return loss
+
+    def _differentiate(self, weights: list[nn.Parameter], batch: Any) -> Tensor:
+        """Put the training gradient into ``.grad`` of the weights, and return the loss; both are means over ranks."""
+        problem = self.problem
+        statistics = _running_statistics(problem)
+
+        def own() -> list[Tensor | None]:
+            losses = []
+            modules = (*problem.model.modules(), *problem.hyper.modules())
+            with problem.group.differentiating(modules):
+                for piece, weight in weighted(batch):
+                    with problem.group.reading(modules):
+                        loss = problem.train_loss(problem.model, problem.hyper, piece)
+                    loss = weight * problem.group.joined(checked_loss("train_loss", loss))
+                    # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
+                    torch.autograd.backward(loss, inputs=weights)
+                    losses.append(loss.detach())
+            return [torch.stack(losses).sum(), *(w.grad for w in weights), *statistics]
+
+        like = [_tree.number(problem.weights), *weights, *statistics]
+        loss, *means = problem.group.mean(own, like, batch)
+        assert loss is not None
+        if problem.group.averages:
+            for w, grad in zip(weights, means, strict=False):
+                w.grad = grad
+            for buffer, mean in zip(statistics, means[len(weights) :], strict=True):
+                buffer.copy_(buffer if mean is None else mean)
+        return loss
+
+    @property
+    def holds_weights_at_zero(self) -> bool:
+        """Whether a penalty has a kink at zero."""
+        return any(penalties for _, penalties in self._penalties)
+
+    @contextmanager
+    def in_orthants(self) -> Iterator[None]:
+        """A context for an optimiser's step, and for clipping before it, in which ℓ1 penalties hold weights at zero."""
+        with ExitStack() as stack:
+            for model, penalties in self._penalties:
+                stack.enter_context(orthant_wise(model, *penalties))
+            yield
 
     def tell(self, row: dict[str, Any]) -> None:
         """Add the steps that were left out since the last call to a row of the history."""
@@ -105,6 +141,15 @@ class WeightSteps:
         finally:
             optimizer.state = kept[0]
             _set_groups(optimizer, kept[1])
+
+
+def _running_statistics(problem: Problem) -> list[Tensor]:
+    """The running statistics of norms, whose means over the ranks all ranks go on with; none for one process."""
+    if not problem.group.averages:
+        return []
+    names = ("running_mean", "running_var")
+    found = [m._buffers.get(name) for m in problem.model.modules() for name in names]
+    return [x for x in found if x is not None]
 
 
 class FirstSettings:
