@@ -10,7 +10,7 @@ import bestresponse as br
 SOURCE = Path(br.__file__).parent
 # Each layer may import those above it in this list, and its own.
 LAYERS = [
-    ["_tree", "_layout", "errors"],
+    ["_tree", "_layout", "_files", "errors"],
     ["solvers", "batches", "losses", "reports"],
     [
         "passes",

@@ -230,8 +230,12 @@ def test_bad_optimisers(optimizers, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"weight_steps": 0}, "weight_steps ≥ 1"),
-        ({"warmup_steps": -1}, "warmup_steps ≥ 0"),
+        ({"weight_steps": 0}, "weight_steps must be an integer ≥ 1"),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer ≥ 0"),
+        ({"warmup_steps": 1.5}, "warmup_steps must be an integer ≥ 0"),
+        ({"clip_weights": "x"}, "clip_weights must be a number"),
+        ({"clip_hypergradient": -1.0}, "clip_hypergradient must be positive"),
+        ({"max_rise": 1.0}, "max_rise must be above 1"),
         ({"clip_weights": 0.0}, "clip_weights"),
         ({"policy": "ignore"}, "policy"),
         ({"method": br.Neumann(3)}, "A solver goes inside a method"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, require_flag
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -46,6 +46,7 @@ class Batches:
                 f"Batches takes a collection of batches; got {type(iterable).__name__}. Pass a list of them."
             )
         self.batches: Sequence[Any] = list(iterable)
+        require_flag("Batches.recompute", recompute)
         self.recompute = recompute
         if not self.batches:
             raise ArgumentError("Batches must hold at least one batch; got none.")

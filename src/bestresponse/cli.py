@@ -113,6 +113,10 @@ def _parsed(kind: type[_Options], name: str, words: Sequence[str], default: Any 
     require_package("tyro", "the command line", "report")
     import tyro
 
+    if empty := [
+        word for word in words if word in ("", "--out=") or (word.startswith("--") and word.endswith("="))
+    ]:
+        raise Error(f"each option needs a value; got {empty[0]!r}. Give one, or leave the option out.")
     conf = tyro.conf
     options: _Options = tyro.cli(
         kind,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import errors
 from .batches import Batches, length_of, weighted
 from .curvatures import Hessian
 from .curvatures.several_batches import linear_system
@@ -106,6 +107,8 @@ def influence(
     """
     method = Implicit(ConjugateGradient(100, tolerance=1e-3), Hessian()) if method is None else method
     questions = _checked(problem, train_batches, queries, method)
+    errors.require_seed("seed", seed)
+    errors.require_positive("size", size)
     problem.check_intact()
     base = _all(train_batches) if solve_on is None else solve_on
     with foreign_errors_told(), problem.edits.whole(problem.live()):
@@ -183,11 +186,7 @@ def _stream(
 
 def _sized(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
     """Each batch with its number of examples, or with its weight."""
-    if isinstance(batches, Batches):
-        yield from weighted(batches)
-        return
-    for batch in batches:
-        yield batch, float(_size(batch))
+    yield from weighted(batches) if isinstance(batches, Batches) else ((b, float(_size(b))) for b in batches)
 
 
 def _size(batch: Any) -> int:

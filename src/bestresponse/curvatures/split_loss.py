@@ -175,6 +175,10 @@ def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple
         diagonal = diagonal_of(rest, problem.model) if known else None
         return rest(problem.model), diagonal
     value = rest(problem.model, problem.hyper, batch)
+    if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise EvaluationError(
+            f"{type(curvature).__name__}.rest must return a scalar tensor or a number; got {value!r}."
+        )
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None
 
 

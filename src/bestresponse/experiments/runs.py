@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._files import file_errors, replace_text
 from ..errors import ArgumentError
 from ..reports.recorded import read_json as read_json
-from ..runs.callbacks import replace_text, to_json
+from ..runs.callbacks import to_json
 from ..runs.report import versions as versions
 
 Row = dict[str, Any]
@@ -37,8 +38,9 @@ def begin(folder: Path, config: Row, files: Sequence[str] = (), resume: bool = F
             (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", config)
     except OSError as error:
+        reason = getattr(error.__cause__ or error, "strerror", None) or error
         raise ArgumentError(
-            f"--out must name a folder that can be written to; got {folder}: {error.strerror}. Choose another."
+            f"--out must name a folder that can be written to; got {folder}: {reason}. Choose another."
         ) from error
 
 
@@ -55,7 +57,8 @@ def _check_resumed(folder: Path, config: Row) -> None:
 def add(folder: Path, row: Row) -> Row:
     """Append a row to ``metrics.jsonl``, and return it as a reader will get it."""
     line = to_json(row)
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    path = folder / "metrics.jsonl"
+    with file_errors(path, "--out"), path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     written: Row = json.loads(line)
     return written
@@ -107,7 +110,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 def write_whole(path: Path, value: Any) -> None:
     """Write JSON so that the file is always the whole old one or the whole new one."""
-    replace_text(path, to_json(value, indent=2) + "\n")
+    replace_text(path, to_json(value, indent=2) + "\n", "--out")
 
 
 def as_json(config: Any) -> Row:

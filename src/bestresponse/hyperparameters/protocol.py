@@ -10,6 +10,7 @@ module can provide more through methods. Each of them is a protocol here:
 | `Searchable` | ``ranges()`` | `search`, to draw values |
 | `KnownCurvature` | ``curvature_diagonal(model)`` | ``rest`` of `GaussNewton` and the like, preconditioners |
 | `KnownMixedTerm` | ``mixed_product(model, v)`` besides the former | ``rest``, for the mixed term |
+| `Constrained` | ``values()`` | `save`, for files that other programs read |
 | `Kinked` | ``rates_at_zero(model)`` | `Tuner` and `orthant_wise`, around each step of the weights |
 | `Readable` | ``readable(name)`` | `Tuner`, for the history |
 
@@ -48,6 +49,15 @@ class Searchable(Protocol):
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """The lowest and the highest value of each parameter, by its name in the module."""
+        ...
+
+
+@runtime_checkable
+class Constrained(Protocol):
+    """Hyperparameters that are stored in another form than the one in which they are used, as a decay by its log."""
+
+    def values(self) -> Mapping[str, Tensor] | Tensor:
+        """The values as they are used: rates, weights, decays."""
         ...
 
 

@@ -15,6 +15,7 @@ from ..errors import (
     ArgumentTypeError,
     EvaluationError,
     require,
+    require_flag,
     require_integer,
     require_number,
 )
@@ -80,6 +81,8 @@ class Weights(nn.Module):
             raise ArgumentError(f'Weights.initial must be 1 or None for "softmax"; got {initial!r}.')
         if dtype is not None and not dtype.is_floating_point:
             raise ArgumentTypeError(f"Weights.dtype must be a floating-point dtype; got {dtype}.")
+        require_flag("Weights.mean_one", mean_one)
+        require_flag("Weights.sparse", sparse)
         below = 1.0 if positive == "sigmoid" else math.inf
         initial = initial if initial is not None else 0.5 if positive == "sigmoid" else 1.0
         require_number("Weights.initial", initial)

@@ -5,8 +5,9 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..memory import settings_of
-from ..runs.checkpoint import _load_method, _remembering, _stateful
+from ..runs.checkpoint import _stateful
 from ..runs.plain_data import as_data
+from ..runs.state import load_method, remembering
 from ..tuner import Tuner
 
 _PARTS = ("hyper_optimizer", "hyper_scheduler")
@@ -21,7 +22,7 @@ def state_of(tuner: Tuner, **more: Any) -> dict[str, Any]:
         "parts": {name: part.state_dict() for name in _PARTS if (part := getattr(tuner, name)) is not None},
         "method": {
             "settings": settings_of(tuner.method),
-            "states": {name: vars(problem.state(part)) for name, part in _remembering(tuner).items()},
+            "states": {name: vars(problem.state(part)) for name, part in remembering(tuner).items()},
         },
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
@@ -46,7 +47,7 @@ def load_state(tuner: Tuner, state: Mapping[str, Any]) -> None:
         raise ArgumentError(
             f"the hyperparameters and their optimiser must be like the saved ones: {error}"
         ) from error
-    _load_method(tuner, state["method"])
+    load_method(tuner, state["method"])
     for name in _PROGRESS:
         setattr(tuner, name, state["progress"][name])
     waiting = list(state["callbacks"])

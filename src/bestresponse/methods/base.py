@@ -5,19 +5,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _tree
 from ..curvatures import Curvature
-from ..errors import ArgumentTypeError, DivergedError
+from ..errors import ArgumentTypeError, require_seed
 from ..passes.foreign_errors import foreign_errors_told
 from ..problem import Passes, Problem
 from ..solvers import Solver
 from ..verification.base import Claim, verified
 from .accumulation import accumulate
 from .hypergradient import Hypergradient, added, require_finite, warn_of_failure
+from .savings import savings
 from .sharding import refuse_sharded
 
 
@@ -36,6 +36,11 @@ class Method(ABC):
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    @property
+    def savings(self) -> str:
+        """What needs less memory than this method, for the message when memory runs out."""
+        return ""
 
     def needing_whole(self) -> object:
         """The part that needs whole weights on each rank; None if it runs on sharded ones too."""
@@ -137,8 +142,7 @@ def unchecked_hypergradient(
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
     require_method(method)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
+    require_seed("seed", seed)
     problem.check_intact()
     refuse_sharded(problem, method.needing_whole())
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
@@ -146,7 +150,7 @@ def unchecked_hypergradient(
     try:
         if parts := problem.parts(method, train_batch, val_batch, seed):
             return added([unchecked_hypergradient(*p[:3], method, p[3], weight_optimizer) for p in parts])
-        with foreign_errors_told(), problem.edits.whole(problem.live()):
+        with foreign_errors_told(savings(method.savings, train_batch)), problem.edits.whole(problem.live()):
             with problem.undisturbed(seed, known, method.twice) as passes:
                 result = method.differentiate(passes, train_batch, val_batch)
                 passes.conclude()
@@ -157,22 +161,6 @@ def unchecked_hypergradient(
         for part, state in before.items():
             problem.remember(part, state)
         raise
-
-
-def hypergradient_or_nan(
-    problem: Problem,
-    train_batch: Any,
-    val_batch: Any,
-    method: Method,
-    seed: int | None,
-    weight_optimizer: object,
-) -> Hypergradient:
-    """`unchecked_hypergradient`, with NaN in all parts if the look-ahead diverged."""
-    try:
-        return unchecked_hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
-    except DivergedError:
-        nothing = {n: torch.full_like(p, torch.nan) for n, p in problem.hyperparameters.items()}
-        return Hypergradient(nothing, nothing, nothing, torch.nan)
 
 
 def require_method(method: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import EvaluationError
+from ..errors import NotFiniteError
 from ..memory import settings_of
 from ..problem import Problem
 from ..solvers import Report, Status
@@ -135,11 +135,11 @@ def failure_message(report: Report, indirect: Tree) -> str:
     )
 
 
-def skip_message(number: int) -> str:
+def skip_message(number: int, reason: str) -> str:
     """The message about the first skipped hyper-step."""
     return (
-        f"hyper-step {number} is skipped, since its hypergradient failed. (This warning comes once; `stepped` in the "
-        "history shows each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
+        f"hyper-step {number} is skipped: {reason}. (This warning comes once; `stepped` and `event` in the history "
+        "show each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
     )
 
 
@@ -147,7 +147,7 @@ def require_finite(result: Hypergradient, when: str = "") -> None:
     """Raise if a hypergradient has NaN or infinity, and name the hyperparameters."""
     if bad := _tree.not_finite(result.total):
         why = f" ({result.solve.detail})" if result.solve is not None and result.solve.detail else ""
-        raise EvaluationError(
+        raise NotFiniteError(
             f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}{why}. Look for sqrt, log, "
             "powers or division at zero where train_loss uses them; else use more damping or a smaller step."
         )

@@ -112,6 +112,10 @@ class Implicit(CurvatureMethod):
             return Status.NEGATIVE_CURVATURE
         return report.status
 
+    @property
+    def savings(self) -> str:
+        return self.solver.savings if self.solver is not None else ""
+
     def needing_whole(self) -> object:
         return needing_whole(self.solver, self.curvature)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
-from ..errors import EvaluationError
+from ..errors import NotFiniteError
 from ..passes import graph
 from ..passes.running_statistics import Reading
 from ..problem import Passes
@@ -46,7 +46,7 @@ def validation_gradient(
     }
     direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, total[len(at) :], strict=True))
     if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
-        raise EvaluationError(
+        raise NotFiniteError(
             f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
             "Look for sqrt, log or division at zero in val_loss."
         )

@@ -1,8 +1,10 @@
 """The batches of a collection in repeated rounds, with a position that can be saved and restored."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from ..batches import Batches
 from ..errors import ArgumentError, ArgumentTypeError, BestResponseWarning
@@ -20,6 +22,10 @@ class Stream:
         if not isinstance(batches, Iterable):
             raise ArgumentTypeError(
                 f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
+            )
+        if isinstance(batches, str | bytes | Mapping) or (isinstance(batches, Tensor) and not batches.ndim):
+            raise ArgumentTypeError(
+                f"{name} must be a collection of batches; got a {type(batches).__name__}. Pass [batch] for one batch."
             )
         if isinstance(batches, Batches):
             raise ArgumentTypeError(

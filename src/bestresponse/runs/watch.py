@@ -13,6 +13,7 @@ from ..errors import ArgumentError, BestResponseWarning, require_integer
 from ..problem import Problem
 from .best import KeepBest
 from .run import Run
+from .schema import each, of, record
 from .streams import Stream
 
 
@@ -112,6 +113,8 @@ class Watch(KeepBest):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
+        numbers = each(of(int, float))
+        record(recent=numbers, means=numbers, warned=of(bool))("the state of Watch", state)
         self._recent, self._means = list(state["recent"]), list(state["means"])
         self._warned = state["warned"]
 

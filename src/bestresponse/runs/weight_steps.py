@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ from ..batches import weighted
 from ..hyperparameters import orthant_wise
 from ..passes.checked_loss import checked_loss
 from ..passes.embedding import clip_gradients
+from ..passes.foreign_errors import foreign_errors_told
 from ..problem import Problem
+from .events import add_event
 from .requirements import penalties_at_zero
 
 WeightStep = Callable[[Problem, Any], None]
@@ -32,10 +34,17 @@ class WeightSteps:
 
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
         self.problem, self._first = problem, FirstSettings(optimizer)
+        self._skipped = 0
         self._penalties = [(single.model, penalties_at_zero(single)) for single in problem.singles]
 
-    def step(self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None) -> Tensor:
-        """Make a step, and return the training loss before it, or after it if a function makes the step."""
+    def step(
+        self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None, skips: bool = False
+    ) -> Tensor:
+        """Make a step, and return the training loss before it, or after it if a function makes the step.
+
+        If the policy ``skips``, a step of an optimiser with a loss or a gradient that is not finite is left out,
+        and the loss is NaN.
+        """
         problem = self.problem
         if not isinstance(optimizer, Optimizer):
             optimizer(problem, batch)
@@ -47,7 +56,16 @@ class WeightSteps:
                 return loss
         weights = list(problem.weights.values())
         optimizer.zero_grad(set_to_none=True)
-        loss = self._differentiate(weights, batch)
+        buffers = [(b, b.clone()) for b in self._buffers()] if skips else []
+        with foreign_errors_told("Use smaller batches, or Batches of smaller pieces."):
+            loss = self._differentiate(weights, batch)
+        if skips and _tree.not_finite({"loss": loss, **_gradients(problem.weights)}):
+            self._skipped += 1
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)  # a batch that is not finite spoils running statistics
+            optimizer.zero_grad(set_to_none=True)
+            return torch.full_like(loss, torch.nan)
         with self.in_orthants():
             if clip is not None:
                 clip_gradients(weights, clip)
@@ -97,6 +115,15 @@ class WeightSteps:
                 stack.enter_context(orthant_wise(model, *penalties))
             yield
 
+    def tell(self, row: dict[str, Any]) -> None:
+        """Add the steps that were left out since the last call to a row of the history."""
+        if self._skipped:
+            add_event(row, "weight steps skipped", f"{self._skipped} since a loss or gradient was not finite")
+        self._skipped = 0
+
+    def _buffers(self) -> list[Tensor]:
+        return [*self.problem.model.buffers(), *self.problem.hyper.buffers()]
+
     @contextmanager
     def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[Optimizer | WeightStep]:
         """The optimiser with its original settings and empty state; both are restored at the end.
@@ -134,6 +161,10 @@ class FirstSettings:
     def of(self, optimizer: object) -> list[dict[str, Any]]:
         """The groups of this optimiser; those that it has now if it was assigned later."""
         return self._groups if optimizer is self._optimizer else _first_groups(optimizer)
+
+
+def _gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    return {name: w.grad for name, w in weights.items()}
 
 
 def _first_groups(optimizer: object) -> list[dict[str, Any]]:

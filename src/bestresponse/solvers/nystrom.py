@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _tree
 from ..errors import require, require_integer, require_number
 from .base import Solver
+from .capacity import require_memory
 from .system import Report, Solution, Status, System, no_unique_answer
 
 _CONVERGED = 1e-6
@@ -44,6 +45,10 @@ class Nystrom(Solver):
         require_integer("Nystrom.reuse", self.reuse, 0)
         require_number("Nystrom.damping", self.damping)
         require(0 <= self.damping < math.inf, "Nystrom.damping", "≥ 0 and finite", self.damping)
+
+    @property
+    def savings(self) -> str:
+        return f"Nystrom with a rank below {self.rank}; ConjugateGradient"
 
     def shift(self, memory: object) -> float:
         return self.damping
@@ -94,6 +99,10 @@ class Nystrom(Solver):
 
 def _approximation(system: System, b: Tensor, rank: int) -> dict[str, Any] | None:
     """The eigenvectors and eigenvalues of Â, and the extreme ones of ΩᵀAΩ; None if a product is not finite."""
+    # The sketch, the products one by one and together, and the basis.
+    needed = {b.device: 4 * len(b) * rank * b.element_size()}
+    advice = "Use a lower rank, or ConjugateGradient."
+    require_memory(f"Nystrom of rank {rank:,} with {len(b):,} weights", needed, advice)
     sketch = _orthonormal(len(b), rank, b)
     products = [_tree.flatten(system.A(_tree.unflatten(column, system.b))) for column in sketch.T]
     images = torch.stack(products, dim=1)
