@@ -146,6 +146,14 @@ def test_the_losses_run_in_the_context_and_place_of_the_loop():
     assert (tuner.problem.train_loss, tuner.problem.val_loss) == given
 
 
+def test_several_processes_are_refused(monkeypatch):
+    tuning = Tuning(make(), loops.batches(loops.data()[1]))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    with pytest.raises(br.Error, match="must run in one process"):
+        tuning.__enter__()
+
+
 def test_messages_name_what_the_loss_of_the_user_captures():
     tuner = make(weight_steps=1)
     scale = nn.Parameter(torch.ones(()))

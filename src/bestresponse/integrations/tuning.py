@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches
-from ..errors import ArgumentError
+from ..errors import ArgumentError, EvaluationError
 from ..passes import random_state
 from ..runs.streams import Stream
 from ..tuner import Tuner
@@ -48,6 +48,7 @@ class Tuning:
     Raises:
         ArgumentError: ``tuner`` has clip_weights or a weight_scheduler; or ``val_batches`` is not a collection that can
             be iterated repeatedly, or was prepared by accelerate.
+        EvaluationError: when it begins: the loop runs in several processes.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Tuning:
         tuner.last_hyper_step = 0 if steps is None else max(0, (made + steps) // tuner.weight_steps)
 
     def __enter__(self) -> Self:
+        _refuse_several_processes()
         self.tuner.stopped = None
         self._gradients.begin()
         return self
@@ -186,3 +188,16 @@ class Tuning:
         kept = random_state.snapshot()  # which the loop restores itself, if it does
         self.val_batches.find(state["val_batches"])
         random_state.restore(kept)
+
+
+def _refuse_several_processes() -> None:
+    distributed = torch.distributed
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and (size := distributed.get_world_size()) > 1
+    ):
+        raise EvaluationError(
+            f"the training loop must run in one process, since each would tune its own hyperparameters; got {size} "
+            "processes. Use one, or Tuner.fit, which tunes over several (docs/several-processes.md)."
+        )
