@@ -112,3 +112,50 @@ def test_the_error_of_warm_started_calls_is_estimated_once_in_ten():
     known = [br.hypergradient(problem, train, val, method).solve.hypergradient_error for _ in range(12)]
     assert [i for i, error in enumerate(known) if error is not None] == [0, 10]
     assert all(br.hypergradient(problem, train, val, cold).solve.hypergradient_error for _ in range(2))
+
+
+def predict(model, hyper, batch):
+    return model(batch[0]), hyper.logs
+
+
+def weighed(outputs, batch):
+    losses = F.cross_entropy(outputs[0], batch[1], reduction="none")
+    return (outputs[1].exp() * losses.view(-1, 3)).mean()
+
+
+def decay(model, hyper, batch):
+    return 0.1 * model[0].weight.square().sum()
+
+
+def split_system(predict, loss, hyper=None):
+    """The Gauss-Newton and Hessian linearisations of the split loss, and a vector."""
+    problem, batch, _ = problem_of(hyper or Sources())
+    curvature = br.GaussNewton(predict, lambda o, b: loss(o, b), decay)
+    with problem.undisturbed(0, None, True) as passes:
+        problem.train_loss = lambda m, h, b: loss(predict(m, h, b), b) + decay(m, h, b)
+        systems = curvature.linearise(passes, batch), br.Hessian().linearise(passes, batch)
+    return *systems, {n: torch.randn_like(w) for n, w in problem.weights.items()}
+
+
+def test_gauss_newton_has_the_mixed_term_in_the_rows_of_the_output_hessian():
+    system, hessian, v = split_system(predict, weighed)
+    product, mixed = system.with_mixed(v)
+    torch.testing.assert_close(product, system(v), rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(mixed, hessian.mixed(v, False), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(system.mixed(v), hessian.mixed(v), rtol=1e-12, atol=0.0)
+
+
+def captured(hyper):
+    """A loss that also reads the hyperparameters past its outputs."""
+    return lambda outputs, batch: weighed(outputs, batch) * hyper.logs.square().sum()
+
+
+def test_gauss_newton_of_outputs_that_depend_on_both_takes_the_graph():
+    hyper = Sources()
+    for name, other_predict, loss in (
+        ("outputs", lambda m, h, b: (m(b[0]) * h.logs, h.logs), weighed),
+        ("loss", predict, captured(hyper)),
+    ):
+        system, hessian, v = split_system(other_predict, loss, hyper)
+        assert system.with_mixed(v) is None, name
+        torch.testing.assert_close(system.mixed(v), hessian.mixed(v), rtol=1e-12, atol=0.0)

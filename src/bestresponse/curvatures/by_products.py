@@ -4,7 +4,7 @@ A solution is a combination x = Σ c_i v_i of the vectors that were multiplied, 
 combination of theirs, and costs no pass of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,9 +59,15 @@ def shares_its_pass(
     It is found on the first call for a problem.
     """
     if problem not in _shared:
-        few = _PRODUCTS * sum(x.numel() for x in others) <= sum(x.numel() for x in problem.weights.values())
-        _shared[problem] = few and _nearly(gradient, {id(w) for w in weights}, {id(x) for x in others})
+        _shared[problem] = few(others, weights) and _nearly(
+            gradient, {id(w) for w in weights}, {id(x) for x in others}
+        )
     return _shared[problem]
+
+
+def few(numbers: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether some vectors of the first kind take less memory than one of the second."""
+    return _PRODUCTS * sum(x.numel() for x in numbers) <= sum(x.numel() for x in others)
 
 
 def _nearly(gradient: Mapping[str, GradientEdge], weights: set[int], others: set[int]) -> bool:
