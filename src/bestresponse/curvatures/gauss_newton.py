@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._tree import Tree
 from ..passes import graph
+from ..passes.checkpoint import recomputed
 from ..problem import Passes
 from .base import Curvature, Linearisation
 from .by_products import Derivatives, few
@@ -64,7 +65,8 @@ class _OuterProduct(SplitLinearisation):
     def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
         def again() -> Any:
             passes.replay()
-            return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
+            with recomputed():
+                return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
 
         self._again: Callable[[], Any] = again
         return again()

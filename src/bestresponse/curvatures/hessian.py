@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._tree import Tree
 from ..passes import graph
+from ..passes.checkpoint import recomputed
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights
@@ -41,7 +42,8 @@ class Hessian(Curvature):
 
 class _DoubleBackward(Linearisation):
     def __init__(self, passes: Passes, batch: Any) -> None:
-        loss = passes.train_loss(batch)
+        with recomputed():
+            loss = passes.train_loss(batch)
         self.reached = graph.leaves(loss)
         self.names = reached_weights(passes.problem, self.reached)
         self._weights = [passes.problem.weights[n] for n in self.names]
