@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import compress
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,15 +177,6 @@ class _Block:
             raise of_torch.CheckpointError("torch.utils.checkpoint: another run of a block has other outputs")
         return outputs
 
-    def gradient(
-        self, g: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor], create_graph: bool
-    ) -> Sequence[Tensor | None]:
-        """The gradient of ⟨g, outputs⟩ with respect to inputs and parameters."""
-        # The graph of a tensor that the block holds is not ours to free.
-        return torch.autograd.grad(
-            self.again(inputs), [*inputs, *parameters], g, True, create_graph, allow_unused=True
-        )
-
 
 def _kinds() -> list[str]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -217,50 +208,74 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = (*g, *ctx.saved_tensors)
-        found = _Gradient.apply(ctx.block, (len(g), ctx.count), *tensors)  # type: ignore[no-untyped-call]
-        return None, None, None, *found
+        parameters = ctx.saved_tensors[ctx.count :]
+        return None, None, None, *_gradient(_Map(ctx.block.again, parameters), g, ctx.saved_tensors, ctx)
+
+
+class _Map(NamedTuple):
+    """A function of the tensors before ``parameters``, which it reads itself, with a graph to both."""
+
+    outputs: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+    parameters: Sequence[Tensor]
+
+
+def _gradient(
+    function: _Map, g: Sequence[Tensor | None], tensors: Sequence[Tensor], ctx: Any
+) -> Sequence[Tensor | None]:
+    """The gradient of ⟨g, outputs⟩ with respect to those of all tensors to which the backward pass goes on."""
+    nodes = [node for node, _ in ctx.next_functions]
+    wanted = [x.requires_grad and will_run(n) for x, n in zip(tensors, nodes, strict=True)]
+    found: Sequence[Tensor | None] = _Gradient.apply(function, wanted, len(g), *g, *tensors)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradient of ⟨g, outputs⟩ with respect to inputs and parameters; ``parts`` are the numbers of g and inputs."""
+    """The gradient of ⟨g, outputs⟩ with respect to wanted tensors. Its own derivative is again such a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, block: _Block, parts: tuple[int, int], *tensors: Tensor
+        ctx: Any, function: _Map, wanted: Sequence[bool], count: int, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.block, ctx.parts = block, parts
+        ctx.function, ctx.wanted, ctx.count = function, wanted, count
         ctx.save_for_backward(*tensors)
-        g, given, parameters = _split(tensors, parts)
+        first = len(tensors) - len(function.parameters)
         with torch.enable_grad():
-            copies = [x.detach().requires_grad_() for x in given]
-            return tuple(block.gradient(g, copies, parameters, False))
+            arguments = [x.detach().requires_grad_() for x in tensors[count:first] if x is not None]
+            return tuple(_pulled(function, wanted, tensors[:count], arguments, False))
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor | None) -> tuple[Tensor | None, ...]:
-        further, count = torch.is_grad_enabled(), sum(ctx.parts)
-        first, parameters = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        with torch.enable_grad():
-            fresh = [x.view_as(x) if further else x.detach().requires_grad_() for x in first]
-            tensors = [*fresh, *parameters]
-            g, given, _ = _split(tensors, ctx.parts)
-            gradient = ctx.block.gradient(g, given, parameters, True)
-            graph.inspect_gradient([x for x in gradient if x is not None], until=given)
-            pairs = [(x, y) for x, y in zip(gradient, v, strict=True) if x is not None and y is not None]
-            pairs = [(x, y) for x, y in pairs if x.requires_grad]
-            wanted = [
-                x.requires_grad and will_run(node)
-                for x, (node, _) in zip(tensors, ctx.next_functions, strict=True)
-            ]
-            live = list(compress(tensors, wanted))
-            found: Iterator[Tensor | None] = iter([None] * len(live))
-            if pairs and live:
-                outputs, along = zip(*pairs, strict=True)
-                found = iter(torch.autograd.grad(outputs, live, along, True, further, allow_unused=True))
-        return None, None, *(next(found) if x else None for x in wanted)
+        function, wanted, tensors = ctx.function, ctx.wanted, ctx.saved_tensors
+        given = [i for i in range(ctx.count) if tensors[i] is not None]
+
+        def outputs(arguments: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            g: list[Tensor | None] = [None] * ctx.count
+            for i, x in zip(given, arguments, strict=False):
+                g[i] = x
+            found = _pulled(function, wanted, g, arguments[len(given) :], True)
+            graph.inspect_gradient([x for x in found if x is not None], until=arguments)
+            return found
+
+        present = [x for x in tensors if x is not None]
+        found = iter(_gradient(_Map(outputs, function.parameters), v, present, ctx))
+        return None, None, None, *(None if x is None else next(found) for x in tensors)
 
 
-def _split(tensors: Sequence[Tensor], parts: tuple[int, int]) -> tuple[Sequence[Tensor], ...]:
-    """The gradients of so many outputs, so many inputs, and the parameters."""
-    first, end = parts[0], sum(parts)
-    return tensors[:first], tensors[first:end], tensors[end:]
+def _pulled(
+    function: _Map,
+    wanted: Sequence[bool],
+    g: Sequence[Tensor | None],
+    arguments: Sequence[Tensor],
+    create_graph: bool,
+) -> list[Tensor | None]:
+    outputs = function.outputs(arguments)
+    pairs = [
+        (x, y) for x, y in zip(outputs, g, strict=True) if x is not None and y is not None and x.requires_grad
+    ]
+    live = list(compress([*arguments, *function.parameters], wanted))
+    if not (pairs and live):
+        return [None] * len(wanted)
+    values, along = zip(*pairs, strict=True)
+    # The graph of a tensor that the block holds is not ours to free.
+    found = iter(torch.autograd.grad(values, live, along, True, create_graph, allow_unused=True))
+    return [next(found) if x else None for x in wanted]
