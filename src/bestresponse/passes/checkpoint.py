@@ -99,6 +99,7 @@ def _in_form(function: Any, args: Any, named: dict[str, Any], own: Callable[[], 
     inputs = [given[i] for i in moving]
     block = _Block(function, given, structure, moving)
     copies = [x.detach().requires_grad_() for x in inputs]
+    begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     outputs, shape = tree_flatten(block.run(copies))
     live = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
     for i in live:
@@ -106,6 +107,8 @@ def _in_form(function: Any, args: Any, named: dict[str, Any], own: Callable[[], 
     if any(_of_weights_alone(outputs[i], copies) for i in live):
         random_state.restore(block.random)
         return own()
+    nodes = graph.nodes(outputs[i] for i in live)
+    block.holds = any(n._sequence_nr() < begin for n in nodes if not hasattr(n, "variable"))
     found = {id(leaf): leaf for i in live for leaf in graph.variables(outputs[i])}
     parameters = [leaf for leaf in found.values() if all(leaf is not x for x in copies)]
     values = block.remember([outputs[i].detach() for i in live], live)
@@ -127,7 +130,13 @@ def _of_weights_alone(output: Tensor, inputs: Sequence[Tensor]) -> bool:
 
 
 class _Block:
-    """A checkpointed part, with its fixed arguments and the random state and precision in which it first ran."""
+    """A checkpointed part, with its fixed arguments and the random state and precision in which it first ran.
+
+    Attributes:
+        holds: whether it holds tensors with a graph of their own besides its arguments.
+    """
+
+    holds = False
 
     def __init__(
         self, function: Callable[..., Any], given: list[Any], structure: Any, moving: list[int]
@@ -209,14 +218,23 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
         parameters = ctx.saved_tensors[ctx.count :]
-        return None, None, None, *_gradient(_Map(ctx.block.again, parameters), g, ctx.saved_tensors, ctx)
+        return (
+            None,
+            None,
+            None,
+            *_gradient(_Map(ctx.block.again, parameters, ctx.block.holds), g, ctx.saved_tensors, ctx),
+        )
 
 
 class _Map(NamedTuple):
-    """A function of the tensors before ``parameters``, which it reads itself, with a graph to both."""
+    """A function of the tensors before ``parameters``, which it reads itself, with a graph to both.
+
+    ``keep`` says whether the graph has parts of others, which are not ours to free.
+    """
 
     outputs: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
     parameters: Sequence[Tensor]
+    keep: bool
 
 
 def _gradient(
@@ -257,7 +275,7 @@ class _Gradient(torch.autograd.Function):
             return found
 
         present = [x for x in tensors if x is not None]
-        found = iter(_gradient(_Map(outputs, function.parameters), v, present, ctx))
+        found = iter(_gradient(_Map(outputs, function.parameters, function.keep), v, present, ctx))
         return None, None, None, *(None if x is None else next(found) for x in tensors)
 
 
@@ -276,6 +294,6 @@ def _pulled(
     if not (pairs and live):
         return [None] * len(wanted)
     values, along = zip(*pairs, strict=True)
-    # The graph of a tensor that the block holds is not ours to free.
-    found = iter(torch.autograd.grad(values, live, along, True, create_graph, allow_unused=True))
+    keep = create_graph or function.keep
+    found = iter(torch.autograd.grad(values, live, along, keep, create_graph, allow_unused=True))
     return [next(found) if x else None for x in wanted]
