@@ -24,16 +24,20 @@ _shared: WeakKeyDictionary[Problem, bool] = WeakKeyDictionary()
 
 
 class ByProducts:
-    """The products of a linearisation, which keep the mixed products of the same vectors."""
+    """The products of a linearisation, which keep the mixed products of the same vectors.
+
+    Attributes:
+        system: the linearisation.
+    """
 
     def __init__(self, system: Linearisation) -> None:
-        self._system = system
+        self.system = system
         self._found: list[Derivatives | None] = []
 
     def __call__(self, v: Tree) -> Tree:
-        both = self._system.with_mixed(v)
+        both = self.system.with_mixed(v)
         self._found.append(None if both is None else both[1])
-        return self._system(v) if both is None else both[0]
+        return self.system(v) if both is None else both[0]
 
     def of(self, solution: Solution) -> Derivatives | None:
         """The mixed product of a solution; None if it has to be computed."""

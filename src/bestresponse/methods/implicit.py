@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import _tree
 from .._tree import Tree
-from ..curvatures import Curvature, Hessian, Linearisation
+from ..curvatures import Curvature, Hessian
 from ..curvatures.base import require_curvature
 from ..curvatures.by_products import ByProducts
 from ..curvatures.several_batches import linear_system
@@ -20,7 +19,7 @@ from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Sta
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
 from .base import CurvatureMethod, combine, validation_gradient
-from .damping import damping_effect, damping_stretch
+from .estimates import damping_effect, damping_stretch, missing_part
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .singular import singular_operation
@@ -88,8 +87,9 @@ class Implicit(CurvatureMethod):
         del val_gradient
         with paused() as resumed:
             products = ByProducts(system)
-            solution = self._solve(passes, train_batch, system, products, b, resumed)
-            missing = None if calls % _CALLS else self._missing(resumed(system.mixed), solution, b)
+            solution = self._solve(passes, train_batch, products, b, resumed)
+            estimates = self.estimate_error and calls % _CALLS == 0
+            missing = missing_part(resumed(system.mixed), solution, b) if estimates else None
             stretch = damping_stretch(solution, b)
             del b
             mixed = products.of(solution) or resumed(system.mixed)(solution.x)
@@ -122,28 +122,11 @@ class Implicit(CurvatureMethod):
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
 
-    def _missing(self, mixed_product: Callable[..., Any], solution: Solution, b: Tree) -> float | None:
-        """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, the part of the hypergradient that the residual r = b − A x leaves out.
-
-        The estimate replaces A⁻¹ by the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
-        """
-        if not self.estimate_error or solution.residual is None:
-            return None
-        mixed = mixed_product(solution.residual, False)
-        of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
-        return of_residual * _tree.norm(solution.x) / _tree.norm(b)
-
     def _solve(
-        self,
-        passes: Passes,
-        batch: Any,
-        system: Linearisation,
-        products: ByProducts,
-        b: Tree,
-        resumed: Callable[..., Any],
+        self, passes: Passes, batch: Any, products: ByProducts, b: Tree, resumed: Callable[..., Any]
     ) -> Solution:
         assert self.solver is not None
-        problem = passes.problem
+        problem, system = passes.problem, products.system
         state = problem.state(self)
         if self.warm_start:
             problem.meet(self)

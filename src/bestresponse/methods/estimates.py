@@ -1,9 +1,24 @@
-"""How far the damping of a solve moved the hypergradient."""
+"""What a solve leaves out of the hypergradient, and how far its damping moved it."""
+
+from collections.abc import Callable
+from typing import Any
 
 from .. import _tree
 from .._tree import Tree
 from ..solvers import Solution
 from .hypergradient import Hypergradient
+
+
+def missing_part(mixed_product: Callable[..., Any], solution: Solution, b: Tree) -> float | None:
+    """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, the part of the hypergradient that the residual r = b − A x leaves out.
+
+    The estimate replaces A⁻¹ by the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
+    """
+    if solution.residual is None:
+        return None
+    mixed = mixed_product(solution.residual, False)
+    of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
+    return of_residual * _tree.norm(solution.x) / _tree.norm(b)
 
 
 def damping_stretch(solution: Solution, b: Tree) -> float | None:
