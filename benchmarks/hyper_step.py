@@ -2,15 +2,19 @@
 
     python benchmarks/hyper_step.py --threads 1
 
-A GPT whose sources of data have a weight each, trained for a few steps by Adam. Each row runs in a fresh process, in
-which weight steps and hypergradients take turns; times are medians, without the first call, which verifies. A weight
-step is a training gradient and Adam's step. Memory is the peak of the process above its memory before the first step.
+Networks whose sources of data have a weight each, trained for a few steps by Adam: GPTs, with and without
+checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
+``pip install transformers peft``. Weight steps and hypergradients take turns in a process of their own for each row;
+times are medians, without the first call, which verifies. A weight step is a training gradient and Adam's step. Memory
+is the peak of another process above its memory before the first step, where freed memory returns to the system
+(MALLOC_MMAP_THRESHOLD_).
 
 prints one table, and writes hyper_step.json into --out.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,30 +22,86 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformer import Size, Work, resident
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformer import GPT, WORDS, Size, Work, resident
 
 import bestresponse as br
 from bestresponse._layout import table
 from bestresponse.experiments.runs import versions, write_whole
 
-NETWORKS = {
-    "1.1 M weights": Size(128, 8, 128, 4),
-    "8.7 M weights": Size(128, 8, 384, 4),
+
+class Checkpointed(GPT):
+    """A GPT with a checkpoint around each block."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.blocks = Steps(*self.blocks)
+
+
+class Steps(nn.Sequential):
+    """Blocks, each behind a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Adapters(nn.Module):
+    """The logits of a frozen Llama in bfloat16, with adapters in float32."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        import peft
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        settings = LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=size.width,
+            intermediate_size=3 * size.width,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.width // 32,
+            max_position_embeddings=size.tokens,
+        )
+        base = LlamaForCausalLM(settings).to(torch.bfloat16)
+        where = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+        self.inner = peft.get_peft_model(base, where)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.inner(input_ids=words).logits
+        return logits.float()
+
+
+LONG = Size(256, 8, 128, 8)
+NETWORKS: dict[str, tuple[Callable[[Size], nn.Module], Size]] = {
+    "GPT, 8 × 128 tokens": (GPT, Size(128, 8, 128, 4)),
+    "wide GPT, 8 × 128 tokens": (GPT, Size(128, 8, 384, 4)),
+    "GPT, 8 × 256 tokens": (GPT, LONG),
+    "GPT, 8 × 256 tokens, checkpoints": (Checkpointed, LONG),
+    "adapters, 8 × 128 tokens": (Adapters, Size(128, 8, 256, 4)),
 }
-METHODS = ("weight step", "Implicit()", "GaussNewton, 2 steps", "T1 - T2", "SAMA")
+# The first two have the passes of Implicit() with a warm start, whose number of products changes from call to call.
+METHODS: dict[str, Callable[["Training"], br.Method]] = {
+    "conjugate gradient, 4 steps": lambda t: t.conjugate(4, br.Hessian()),
+    "conjugate gradient, 1 step": lambda t: t.conjugate(1, br.Hessian()),
+    "GaussNewton, 2 steps": lambda t: t.conjugate(2, t.gauss_newton()),
+    "T1 - T2": lambda _: br.Implicit(br.Identity()),
+    "SAMA": lambda _: br.SAMA(),
+}
 
 
 class Training(Work):
     """The problem, some steps after the beginning."""
 
-    def __init__(self, size: Size) -> None:
-        super().__init__(size)
-        with torch.no_grad():  # the initial size in GPT-2; with that of torch the outputs are saturated
-            for w in (self.model.words.weight, self.model.places.weight):
-                w.mul_(0.02)
+    def __init__(self, make: Callable[[Size], nn.Module], size: Size) -> None:
+        super().__init__(size, make)
+        if isinstance(self.model, GPT):
+            with torch.no_grad():  # the initial size in GPT-2; with that of torch the outputs are saturated
+                for w in (self.model.words.weight, self.model.places.weight):
+                    w.mul_(0.02)
         self.optimizer = torch.optim.Adam(self.problem.weights.values(), 1e-3)
 
     def step(self) -> None:
@@ -51,45 +111,55 @@ class Training(Work):
         loss.backward(inputs=list(self.problem.weights.values()))
         self.optimizer.step()
 
-    def hyper_step(self, name: str) -> Callable[[], Any]:
-        """A hypergradient by a method of the table."""
-        two = br.ConjugateGradient(2, damping=None)
-        method: br.Method = {
-            "Implicit()": br.Implicit(),
-            "GaussNewton, 2 steps": br.Implicit(two, self.gauss_newton(), warm_start=True),
-            "T1 - T2": br.Implicit(br.Identity()),
-            "SAMA": br.SAMA(),
-        }[name]
-        return lambda: br.hypergradient(
-            self.problem, self.train, self.val, method, weight_optimizer=self.optimizer
-        )
+    def conjugate(self, steps: int, curvature: br.curvatures.Curvature) -> br.Method:
+        """Conjugate gradient of exactly so many steps, and the product of a warm start."""
+        return br.Implicit(br.ConjugateGradient(steps, 0.0, damping=100.0), curvature, warm_start=True)
 
 
-def row(size: Size, what: str, repeats: int) -> dict[str, float]:
+def row(network: str, what: str, repeats: int) -> dict[str, float]:
     """The measurements of one process."""
-    small = Training(Size(4, 1, 32, 1))
-    small.step()  # which loads the libraries of kernels
-    training = Training(size)
+    make, size = NETWORKS[network]
+    Training(GPT, Size(4, 1, 32, 1)).step()  # which loads the libraries of kernels
+    training = Training(make, size)
+    method = METHODS[what](training) if what in METHODS else None
     base = resident()
     for _ in range(5):
         training.step()
-    call = (lambda: None) if what == "weight step" else training.hyper_step(what)
+
+    def call() -> br.Hypergradient | None:
+        if method is None:
+            return None
+        given = training.problem, training.train, training.val, method
+        return br.hypergradient(*given, weight_optimizer=training.optimizer)
+
     times: dict[str, list[float]] = {"weight step": [], what: []}
-    products = 0
+    found: br.Hypergradient | None = None
     for number in range(repeats + 1):
         for name, measured in (("weight step", training.step), (what, call)):
             start = time.process_time()
             found = measured()
             if number:
                 times[name].append(time.process_time() - start)
-            if isinstance(found, br.Hypergradient) and found.solve is not None:
-                products = found.solve.products
     step = statistics.median(times["weight step"])
-    found = {"time": statistics.median(times[what]) / step, "seconds": step, "products": products}
-    return found | {
+    return {
+        "time": statistics.median(times[what]) / step,
+        "seconds": step,
+        "products": found.solve.products if found is not None and found.solve is not None else 0,
         "memory": resident() - base,
         "weights": sum(w.numel() for w in training.problem.weights.values()),
     }
+
+
+def measured(network: str, what: str, repeats: int, threads: int) -> dict[str, float]:
+    """The row of a process, with the memory of another one."""
+    command = [sys.executable, __file__, "--threads", str(threads), "--row", network, what, "--repeats"]
+    found = []
+    for number, more in ((repeats, {}), (1, {"MALLOC_MMAP_THRESHOLD_": str(2**20)})):
+        output = subprocess.run(
+            [*command, str(number)], check=True, capture_output=True, text=True, env=os.environ | more
+        ).stdout
+        found.append(json.loads(output.splitlines()[-1]))
+    return found[0] | {"memory": found[1]["memory"]}
 
 
 def lines(rows: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
@@ -97,6 +167,8 @@ def lines(rows: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
     return [
         {
             "network": name,
+            "weights": f"{r['weights'] / 1e6:.2g} M",
+            "weight step": f"{found['weight step']['memory']:.0f} MiB",
             "method": what,
             "products": f"{r['products']:.0f}",
             "weight steps": f"{r['time']:.1f}",
@@ -121,15 +193,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     if options.row:
-        print(json.dumps(row(NETWORKS[options.row[0]], options.row[1], options.repeats)))
+        print(json.dumps(row(*options.row, options.repeats)))
         return
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    settings = ["--threads", str(options.threads), "--repeats", str(options.repeats)]
-    for name in options.networks:
-        for what in dict.fromkeys(["weight step", *options.methods]):
-            command = [sys.executable, __file__, *settings, "--row", name, what]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            rows.setdefault(name, {})[what] = json.loads(output.splitlines()[-1])
+    for network in options.networks:
+        for what in ["weight step", *options.methods]:
+            found = measured(network, what, options.repeats, options.threads)
+            rows.setdefault(network, {})[what] = found
+            print(network, what, f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB", flush=True)
     print(f"torch {torch.__version__}, {options.threads} thread(s); times in weight steps")
     print(table(lines(rows)))
     options.out.mkdir(parents=True, exist_ok=True)
