@@ -1,5 +1,7 @@
 """Mixed products as by-products of a solve's products, and the estimate of the error once in ten calls."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,8 @@ from torch import nn
 
 import bestresponse as br
 from bestresponse.curvatures.base import Linearisation
+from bestresponse.curvatures.by_products import ByProducts
+from bestresponse.solvers import Report, Solution, Status
 
 
 class Sources(nn.Module):
@@ -159,3 +163,15 @@ def test_gauss_newton_of_outputs_that_depend_on_both_takes_the_graph():
         system, hessian, v = split_system(other_predict, loss, hyper)
         assert system.with_mixed(v) is None, name
         torch.testing.assert_close(system.mixed(v), hessian.mixed(v), rtol=1e-12, atol=0.0)
+
+
+def test_long_solves_keep_no_more_than_a_vector_of_weights():
+    problem, batch, _ = problem_of(Sources())
+    v = {n: torch.ones_like(w) for n, w in problem.weights.items()}
+    products, size = ByProducts(linearised(problem, batch)), sum(w.numel() for w in v.values())
+    number = size // 3 + 2  # each product keeps three numbers
+    for _ in range(number):
+        products(v)
+    solution = Solution(v, Report(Status.STEPS_USED, 0, 0, None), combination={0: 1.0, 1: -2.0})
+    assert products.of(solution) is not None
+    assert products.of(replace(solution, combination={number - 1: 1.0})) is None

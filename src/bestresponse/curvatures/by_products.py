@@ -33,11 +33,18 @@ class ByProducts:
     def __init__(self, system: Linearisation) -> None:
         self.system = system
         self._found: list[Derivatives | None] = []
+        self._kept = 0
 
     def __call__(self, v: Tree) -> Tree:
-        both = self.system.with_mixed(v)
-        self._found.append(None if both is None else both[1])
-        return self.system(v) if both is None else both[0]
+        # After many products they would take more memory than a vector of weights, and then more than a pass is worth.
+        full = self._kept > sum(x.numel() for x in v.values())
+        both = None if full else self.system.with_mixed(v)
+        if both is None:
+            self._found.append(None)
+            return self.system(v)
+        self._found.append(both[1])
+        self._kept += sum(x.numel() for x in both[1].values() if x is not None)
+        return both[0]
 
     def of(self, solution: Solution) -> Derivatives | None:
         """The mixed product of a solution; None if it has to be computed."""
