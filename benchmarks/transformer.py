@@ -92,9 +92,9 @@ def entropy(outputs: Tensor, words: Tensor) -> Tensor:
 class Work:
     """A problem with its batches, and what is measured on it."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, make: Callable[[Size], nn.Module] = GPT) -> None:
         torch.manual_seed(0)
-        self.model = GPT(size)
+        self.model = make(size)
         self.hyper = nn.ParameterDict({"logs": nn.Parameter(torch.zeros(SOURCES))})
         self.source = torch.arange(size.sequences) % SOURCES
         self.train, self.val = (torch.randint(WORDS, (size.sequences, size.tokens)) for _ in range(2))
@@ -114,15 +114,19 @@ class Work:
         loss = self.train_loss(self.model, self.hyper, self.train)
         torch.autograd.grad(loss, list(self.problem.weights.values()))
 
+    def gauss_newton(self) -> br.GaussNewton:
+        """The curvature of the split loss, whose rest is zero."""
+        return br.GaussNewton(
+            lambda m, h, b: (m(b), h["logs"]),
+            self.weighed,
+            lambda m, h, b: 0.0 * next(iter(self.problem.weights.values())).sum(),
+        )
+
     def hypergradient(self, curvature: str, products: int) -> Callable[[], None]:
         """A call with a Neumann series of this many products."""
         chosen: br.curvatures.Curvature = br.Hessian()
         if curvature == "GaussNewton":
-            chosen = br.GaussNewton(
-                lambda m, h, b: (m(b), h["logs"]),
-                self.weighed,
-                lambda m, h, b: 0.0 * self.model.norm.bias.sum(),
-            )
+            chosen = self.gauss_newton()
         solver = br.Neumann(products, scale=1e-3) if products else br.Identity()
         method = br.Implicit(solver, chosen, estimate_error=False)
         return lambda: void(br.hypergradient(self.problem, self.train, self.val, method))

@@ -43,6 +43,14 @@ class Linearisation(ABC):
         ``last`` marks the last call, which frees the memory of the linearisation.
         """
 
+    def with_mixed(self, v: Tree) -> tuple[Tree, dict[str, Tensor | None]] | None:
+        """A v and `mixed` of v, if a product gives both at hardly more than its own cost; else None."""
+        return None
+
+    def gradient(self) -> Tree | None:
+        """∂L_T/∂w, once and before any product, if the linearisation has it at hand; else None."""
+        return None
+
     def responding(self, v: Tree) -> Tree:
         """``v`` with zeros for the weights that a kink holds; they are in `names` but do not respond."""
         return v

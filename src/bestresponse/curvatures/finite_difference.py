@@ -107,6 +107,14 @@ class Difference(Linearisation):
         self._warned = _warn_of_kinks(passes.problem, self._kinks, self._weights)
         self._here = Circumstances(self.arithmetic, sizes(self._weights))
         self._say()
+        self._loss: Tensor | None = loss
+
+    def gradient(self) -> Tree | None:
+        if self._loss is None:
+            return None
+        found = torch.autograd.grad(self._loss, list(self._weights.values()))
+        self._loss = None
+        return dict(zip(self._weights, found, strict=True))
 
     def __call__(self, v: Tree) -> Tree:
         difference = self._verified("products", v)
@@ -119,6 +127,7 @@ class Difference(Linearisation):
 
     def _verified(self, kind: str, v: Tree, only_known: bool = False) -> Derivatives:
         """The difference with the step of this kind, which is verified first if necessary."""
+        self._loss = None  # and its graph
         known, products = self._known(kind), self._known("products")
         begin = (known or products or {"step": self.step})["step"]
         size = self._relative(v)

@@ -1,7 +1,8 @@
 """The Gauss-Newton curvature: positive semi-definite where the loss is convex in the model's outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 
 from .._tree import Tree
 from ..passes import graph
+from ..passes.checkpoint import recomputed
 from ..problem import Passes
 from .base import Curvature, Linearisation
+from .by_products import Derivatives, few
 from .outputs import filled, output_hessian, with_graph
 from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
 
@@ -62,19 +65,33 @@ class _OuterProduct(SplitLinearisation):
     def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
         def again() -> Any:
             passes.replay()
-            return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
+            with recomputed():
+                return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
 
         self._again: Callable[[], Any] = again
         return again()
 
     def prepare(self, loss: OutputLoss, outputs: Any, moving: list[Tensor], batch: Any) -> None:
-        self._outputs = moving
+        self._outputs, self._closed = moving, hasattr(loss, "output_hessian")
         self._weigh = output_hessian(loss, outputs, moving, batch)
         self._dummies = [torch.zeros_like(x, requires_grad=True) for x in moving]
         pulled = torch.autograd.grad(
             moving, self.weights, self._dummies, create_graph=True, allow_unused=True
         )
         self._pulled = self.inspected(pulled)
+
+    def needs_graph(self, fitted: Tensor) -> bool:
+        """Whether the mixed term is not a part of H J v.
+
+        It is one if the loss depends on the hyperparameters through outputs that do not depend on the weights, and the
+        others do not depend on the hyperparameters: then the rows of H for the former have it.
+        """
+        own, weights = ({id(x) for x in xs} for xs in (self._hyperparameters.values(), self.weights))
+        reached = [graph.leaves(x) for x in self._outputs]
+        self._constant = [bool(leaves & own) and not leaves & weights for leaves in reached]
+        apart = not any(leaves & own and leaves & weights for leaves in reached)
+        self._in_rows = apart and not self._closed and not graph.leaves(fitted, until=self._outputs) & own
+        return not self._in_rows and super().needs_graph(fitted)
 
     def outputs(self) -> list[Tensor]:
         return with_graph(self._again(), self._owner)
@@ -83,13 +100,36 @@ class _OuterProduct(SplitLinearisation):
         return filled(graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
 
     def outer(self, v: Tree) -> Tree:
-        pushed = self.pushed(v)
+        return self._pulled_back(self._weigh(self.pushed(v)))
+
+    def with_mixed(self, v: Tree) -> tuple[Tree, Derivatives] | None:
+        if not (self._in_rows and any(self._constant) and few(self._hyperparameters.values(), self.weights)):
+            return None
+        if not self.rest_is_small(self._outputs):
+            return None
+        weighed = self._weigh(self.pushed(v))
+        inputs: list[Tensor] = list(self._hyperparameters.values())
+        mixed = map(graph.plus, self._rows(weighed, inputs), self.mixed_rest(v, inputs))
+        return self.with_rest(self._pulled_back(weighed), v), dict(
+            zip(self._hyperparameters, mixed, strict=True)
+        )
+
+    def mixed_fitted(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        if not self._in_rows:
+            return super().mixed_fitted(v, inputs)
+        return (
+            self._rows(self._weigh(self.pushed(v)), inputs) if any(self._constant) else [None] * len(inputs)
+        )
+
+    def _rows(self, weighed: list[Tensor], inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        """The rows of H J v for the outputs that do not depend on the weights, pulled back to the hyperparameters."""
+        constant, rows = (list(compress(xs, self._constant)) for xs in (self._outputs, weighed))
+        return torch.autograd.grad(constant, inputs, rows, retain_graph=True, allow_unused=True)
+
+    def _pulled_back(self, weighed: list[Tensor]) -> Tree:
+        """Jᵀ u."""
         products = torch.autograd.grad(
-            self._outputs,
-            self.weights,
-            self._weigh(pushed),
-            retain_graph=True,
-            allow_unused=True,
+            self._outputs, self.weights, weighed, retain_graph=True, allow_unused=True
         )
         return dict(zip(self.names, filled(products, self.weights), strict=True))
 

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from .._tree import Tree
 from ..passes import graph
+from ..passes.checkpoint import recomputed
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights
+from .by_products import shares_its_pass
+from .outputs import filled
 from .power_iteration import warn_of_power_iterations
 
 
@@ -39,7 +42,8 @@ class Hessian(Curvature):
 
 class _DoubleBackward(Linearisation):
     def __init__(self, passes: Passes, batch: Any) -> None:
-        loss = passes.train_loss(batch)
+        with recomputed():
+            loss = passes.train_loss(batch)
         self.reached = graph.leaves(loss)
         self.names = reached_weights(passes.problem, self.reached)
         self._weights = [passes.problem.weights[n] for n in self.names]
@@ -50,13 +54,20 @@ class _DoubleBackward(Linearisation):
         gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
         graph.inspect_gradient(gradient)
         self._graph = graph.edges(dict(zip(self.names, gradient, strict=True)))
+        others = list(self._hyperparameters.values())
+        self._shares = shares_its_pass(passes.problem, self._graph, self._weights, others)
 
     def __call__(self, v: Tree) -> Tree:
         products = graph.vector_product(self._graph, self._weights, v, retain_graph=True)
-        return {
-            name: torch.zeros_like(w) if product is None else product
-            for name, w, product in zip(self.names, self._weights, products, strict=True)
-        }
+        return dict(zip(self.names, filled(products, self._weights), strict=True))
+
+    def with_mixed(self, v: Tree) -> tuple[Tree, dict[str, Tensor | None]] | None:
+        if not self._shares:
+            return None
+        inputs, count = [*self._weights, *self._hyperparameters.values()], len(self._weights)
+        found = graph.vector_product(self._graph, inputs, v, retain_graph=True)
+        product = dict(zip(self.names, filled(found[:count], self._weights), strict=True))
+        return product, dict(zip(self._hyperparameters, found[count:], strict=True))
 
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         inputs = list(self._hyperparameters.values())

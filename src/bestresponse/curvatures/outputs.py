@@ -73,6 +73,7 @@ def output_hessian(
         return lambda pushed: list(compress(listed(own(refilled(outputs, pushed))), live))
     again = loss(refilled(outputs, leaves), batch)
     slopes = torch.autograd.grad(again, leaves, create_graph=True, allow_unused=True)
+    graph.inspect_gradient(s for s in slopes if s is not None)
     slopes_graph = graph.edges({str(i): s for i, s in enumerate(slopes) if s is not None and s.requires_grad})
 
     def product(pushed: list[Tensor]) -> list[Tensor]:

@@ -22,12 +22,14 @@ from ..passes.checked_loss import checked_loss, refuse_not_finite
 from ..problem import Passes
 from . import kinks
 from .base import Linearisation, reached_weights
-from .outputs import with_graph
+from .outputs import refilled, with_graph
 from .power_iteration import warn_of_power_iterations
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
 Rest = Callable[[Any, Any, Any], Tensor]
+# A rest is small if the graph of the outputs has so many times its nodes.
+_SMALL = 8
 
 
 class Split(Protocol):
@@ -81,7 +83,9 @@ class SplitLinearisation(Linearisation):
         passes.replay()
         with passes.unmoved(f"{self._owner}.predict, .loss or .rest"):
             outputs = self.predict(curvature, passes, batch)
-            moving = with_graph(outputs, self._owner)
+            # A copy of a parameter that is itself an output ends the search for leaves besides the outputs.
+            moving = [x.view_as(x) if x.is_leaf else x for x in with_graph(outputs, self._owner)]
+            outputs = refilled(outputs, moving)
             fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
             rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
         whole = problem.group.joined(fitted + rest)
@@ -97,7 +101,7 @@ class SplitLinearisation(Linearisation):
         # If rest knows its diagonal, its graph is needed only for the mixed term, at the end.
         self._rest_loss = rest
         self._rest = self._gradient(rest) if self._rest_diagonal is None else {}
-        self._fitted = self._gradient(fitted) if self._reaches_hyperparameters(fitted) else {}
+        self._fitted = self._gradient(fitted) if self.needs_graph(fitted) else {}
 
     def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
         """The outputs."""
@@ -115,7 +119,10 @@ class SplitLinearisation(Linearisation):
         """Free the memory that the products needed; the last call of `mixed` calls this."""
 
     def __call__(self, v: Tree) -> Tree:
-        total = self.outer(v)
+        return self.with_rest(self.outer(v), v)
+
+    def with_rest(self, total: Tree, v: Tree) -> Tree:
+        """C v + R v from C v."""
         if self._rest_diagonal is not None:
             return {
                 n: torch.addcmul(x, self._rest_diagonal[n], v[n]) if n in self._rest_diagonal else x
@@ -128,14 +135,17 @@ class SplitLinearisation(Linearisation):
 
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         inputs: list[Tensor] = list(self._hyperparameters.values())
-        fitted = graph.vector_product(self._fitted, inputs, v, retain_graph=True)
-        total = map(graph.plus, fitted, self._mixed_rest(v, inputs))
+        total = map(graph.plus, self.mixed_fitted(v, inputs), self.mixed_rest(v, inputs))
         if last:
             self._rest, self._fitted, self._rest_loss = {}, {}, torch.zeros(())
             self.free()
         return dict(zip(self._hyperparameters, total, strict=True))
 
-    def _mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+    def mixed_fitted(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        """The part of the loss of the outputs."""
+        return graph.vector_product(self._fitted, inputs, v, retain_graph=True)
+
+    def mixed_rest(self, v: Tree, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """The rest's part, from the module if the module knows it."""
         named = (
             self._term.named_parameters(remove_duplicate=False) if isinstance(self._term, nn.Module) else ()
@@ -145,6 +155,12 @@ class SplitLinearisation(Linearisation):
             return [known.get(id(p)) for p in inputs]
         self._rest = self._rest or self._gradient(self._rest_loss)
         return graph.vector_product(self._rest, inputs, v, retain_graph=True)
+
+    def rest_is_small(self, outputs: list[Tensor]) -> bool:
+        """Whether the rest's part of the mixed term costs little compared with a pass through the outputs' graph."""
+        own, others = (sum(1 for _ in graph.nodes(xs)) for xs in ([self._rest_loss], outputs))
+        known = isinstance(self._term, nn.Module) and knows_its_mixed_term(self._term)
+        return known or _SMALL * own <= others
 
     def inspected(self, gradient: Sequence[Tensor | None]) -> dict[str, GradientEdge]:
         """The nodes where the graph of a gradient begins, for the weights that it reaches."""
@@ -159,8 +175,9 @@ class SplitLinearisation(Linearisation):
         gradient = torch.autograd.grad(loss, self.weights, create_graph=True, allow_unused=True)
         return self.inspected(gradient)
 
-    def _reaches_hyperparameters(self, loss: Tensor) -> bool:
-        reached = graph.leaves(loss)
+    def needs_graph(self, fitted: Tensor) -> bool:
+        """Whether the mixed term of the loss of the outputs needs the graph of its gradient."""
+        reached = graph.leaves(fitted)
         return any(id(p) in reached for p in self._hyperparameters.values())
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import _tree
 from .._tree import Tree
-from ..curvatures import Curvature, Hessian, Linearisation
+from ..curvatures import Curvature, Hessian
 from ..curvatures.base import require_curvature
+from ..curvatures.by_products import ByProducts
 from ..curvatures.several_batches import linear_system
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory import MethodState
@@ -19,11 +19,15 @@ from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Sta
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
 from .base import CurvatureMethod, combine
+from .estimates import damping_effect, damping_stretch, missing_part
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .sharding import needing_whole
 from .singular import singular_operation
 from .validation import validation_gradient
+
+# The error of a warm-started hypergradient is estimated once in so many calls.
+_CALLS = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +47,8 @@ class Implicit(CurvatureMethod):
             gradient continues after its own steps, up to 20, while the relative residual is above 0.1, below 1,
             and falls.
         estimate_error: whether to estimate the error that the solve leaves in the hypergradient
-            (`Report.hypergradient_error`), at the cost of one more mixed product.
+            (`Report.hypergradient_error`), at the cost of one more mixed product; of warm-started calls, the first
+            and every tenth after it.
 
     Raises:
         ArgumentTypeError: ``solver`` is not a solver, or ``curvature`` not a curvature.
@@ -76,17 +81,20 @@ class Implicit(CurvatureMethod):
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem, read = passes.problem, Reading(passes, train_batch)
+        calls = problem.state(self).memory.get("calls", 0) if self.warm_start else 0
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch, read)
         system = linear_system(self.curvature, passes, train_batch)
         refuse_unreached(problem, direct, system.reached)
         b = system.responding({n: val_gradient[n] for n in system.names})
         del val_gradient
         with paused() as resumed:
-            solution = self._solve(passes, train_batch, system, b, resumed)
-            missing = self._missing(resumed(system.mixed), solution, b)
+            products = ByProducts(system)
+            solution = self._solve(passes, train_batch, products, b, resumed)
+            estimates = self.estimate_error and calls % _CALLS == 0
+            missing = missing_part(resumed(system.mixed), solution, b) if estimates else None
             stretch = damping_stretch(solution, b)
             del b
-            mixed = resumed(system.mixed)(solution.x)
+            mixed = products.of(solution) or resumed(system.mixed)(solution.x)
             indirect = {n: None if x is None else -x for n, x in mixed.items()}
             result = combine(problem, val_loss, direct, indirect)
             size = problem.group.largest(result.norm)
@@ -102,7 +110,8 @@ class Implicit(CurvatureMethod):
             detail="; ".join(filter(None, (singular, solution.report.detail, system.detail, read.detail))),
         )
         if math.isfinite(size):
-            problem.remember(self, MethodState(solution.x if self.warm_start else None, solution.memory))
+            kept, more = (solution.x, {"calls": calls + 1}) if self.warm_start else (None, {})
+            problem.remember(self, MethodState(kept, {**solution.memory, **more}))
         return replace(result, solve=report, norms=read.norms)
 
     def _status(self, report: Report) -> Status:
@@ -122,22 +131,11 @@ class Implicit(CurvatureMethod):
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
 
-    def _missing(self, mixed_product: Callable[..., Any], solution: Solution, b: Tree) -> float | None:
-        """An estimate of ‖A⁻¹r · ∂²L_T/∂w∂λ‖, the part of the hypergradient that the residual r = b − A x leaves out.
-
-        The estimate replaces A⁻¹ by the factor ‖x‖ / ‖b‖ by which it stretched the right-hand side.
-        """
-        if not self.estimate_error or solution.residual is None:
-            return None
-        mixed = mixed_product(solution.residual, False)
-        of_residual = _tree.norm({n: x for n, x in mixed.items() if x is not None})
-        return of_residual * _tree.norm(solution.x) / _tree.norm(b)
-
     def _solve(
-        self, passes: Passes, batch: Any, system: Linearisation, b: Tree, resumed: Callable[..., Any]
+        self, passes: Passes, batch: Any, products: ByProducts, b: Tree, resumed: Callable[..., Any]
     ) -> Solution:
         assert self.solver is not None
-        problem = passes.problem
+        problem, system = passes.problem, products.system
         state = problem.state(self)
         if self.warm_start:
             problem.meet(self)
@@ -155,9 +153,9 @@ class Implicit(CurvatureMethod):
         source = wants.preconditioner
         preconditioner = None if source is None else resumed(source.make_preconditioner)(passes, batch)
         # A run of steps continues with the batch after the last one.
-        products = system.in_turn(state.memory.get("count", 0)) if wants.fresh_batches else system
+        fresh = system.in_turn(state.memory.get("count", 0)) if wants.fresh_batches else None
         solution = problem.system_solver(solver).solve(
-            resumed(products),
+            resumed(fresh or products),
             b,
             start=start,
             memory=state.memory,
@@ -168,29 +166,3 @@ class Implicit(CurvatureMethod):
             return solution
         detail = "; ".join(filter(None, (solution.report.detail, preconditioner.detail)))
         return replace(solution, report=replace(solution.report, detail=detail))
-
-
-def damping_stretch(solution: Solution, b: Tree) -> float | None:
-    """By what factor the solution would be longer without its damping, minus one; None without damping or an answer.
-
-    x₀ − x = δ A⁻¹ x. A conjugate gradient solve from zero has this on its Krylov space. Otherwise the inverse of
-    the curvature along x, xᵀA x / xᵀx, replaces A⁻¹. It costs no product, since A x = b − r − δ x, and is a lower
-    bound.
-    """
-    report, x = solution.report, solution.x
-    if not report.damping or report.indefinite:
-        return None
-    if solution.stretch is not None:
-        return solution.stretch
-    square = _tree.dot(x, x)
-    along = _tree.dot(x, b) - report.damping * square
-    along -= _tree.dot(x, solution.residual) if solution.residual is not None else 0.0
-    return report.damping * square / along if along > 0.0 else None
-
-
-def damping_effect(result: Hypergradient, stretch: float | None) -> float | None:
-    """An estimate of ‖h − h₀‖ / ‖h₀‖, where h₀ = direct + (1 + stretch) · indirect is h without damping."""
-    if stretch is None:
-        return None
-    undamped = _tree.norm(_tree.add(result.direct, result.indirect, 1.0 + stretch))
-    return stretch * _tree.norm(result.indirect) / undamped if undamped > 0.0 else None

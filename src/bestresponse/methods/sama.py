@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -68,26 +69,27 @@ class SAMA(CurvatureMethod):
         refuse_unreached(problem, direct, system.reached)
         self._refuse_without_moments(rule, passes, system.names)
         path = Trajectory(rule, 1.0, 1, passes, train_batch, False)
-        point = path.start()
-        weights = [problem.weights[n] for n in system.names]
-        gradient = problem.group.mean(
-            lambda: torch.autograd.grad(passes.train_loss(train_batch), weights, allow_unused=True),
-            weights,
-            train_batch,
-        )
-        pairs = zip(system.names, gradient, strict=True)
-        along = {n: g.detach().requires_grad_() for n, g in pairs if g is not None}
-        moved = point.moved(rule, along, path.settings).tensors
+        gradient = system.gradient()
+        if gradient is None:
+            weights = [problem.weights[n] for n in system.names]
+            found = problem.group.mean(
+                lambda: torch.autograd.grad(passes.train_loss(train_batch), weights, allow_unused=True),
+                weights,
+                train_batch,
+            )
+            pairs = zip(system.names, found, strict=True)
+            gradient = {n: g for n, g in pairs if g is not None}
         v = {}
-        for name, g in along.items():
-            after = moved[name]
-            (through,) = torch.autograd.grad(after[0], g, val_gradient[name])
+        for name in list(gradient):  # one at a time, since the graph of a step is larger than the weight
+            g = gradient.pop(name).detach().requires_grad_()
+            after = path.start([name]).moved(rule, {name: g}, path.settings).tensors[name]
+            (through,) = torch.autograd.grad(after[0], g, val_gradient.pop(name))
             v[name] = -through
             if rule.moments:
                 # Where there was no gradient yet, as in rows of an embedding, the derivative is 1/ε, and all other
                 # entries would be rounding compared with it. The mixed term is zero there.
-                never = torch.stack([x.detach() == 0 for x in (g, *after[1:])]).all(0)
-                v[name] = v[name].masked_fill(never, 0.0)
+                zero = [x.detach() == 0 for x in (g, *after[1:])]
+                v[name].masked_fill_(reduce(torch.logical_and, zero), 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}
         return replace(combine(problem, val_loss, direct, indirect), norms=read.norms)
 

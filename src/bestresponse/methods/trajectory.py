@@ -1,6 +1,6 @@
 """Steps of an update rule as a differentiable map, from weights and moments to those after the steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,9 +102,10 @@ class Trajectory:
         self._moved: set[str] = set()
         self.group = problem.group
 
-    def start(self) -> Point:
-        """The present weights with the initial moments."""
-        weights, rule = self._passes.problem.weights, self.rule
+    def start(self, names: Iterable[str] | None = None) -> Point:
+        """The present weights, or those with these names, with the initial moments."""
+        whole, rule = self._passes.problem.weights, self.rule
+        weights = whole if names is None else {n: whole[n] for n in names}
         known, optimizer = rule.state_of(self._passes.weight_optimizer), self._passes.weight_optimizer
         if rule.moments and not known and optimizer is not None and optimizer.state:
             self._passes.problem.warn_once(

@@ -61,6 +61,15 @@ def nodes(tensors: Iterable[Tensor], until: Iterable[Tensor] = ()) -> Iterator[A
         if x.grad_fn is not None and x.grad_fn not in seen:
             seen.add(x.grad_fn)
             pending.append(x.grad_fn)
+    yield from _walk(pending, seen)
+
+
+def below(node: Any) -> Iterator[Any]:
+    """Each node that a node leads to, once, and the node itself."""
+    yield from _walk([node], {node})
+
+
+def _walk(pending: list[Any], seen: set[Any]) -> Iterator[Any]:
     while pending:
         node = pending.pop()
         yield node

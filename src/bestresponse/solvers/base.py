@@ -131,7 +131,7 @@ class Solver(ABC):
         preconditioner: Preconditioner | None,
     ) -> Solution:
         """Scale, judge the start, iterate, and scale back; ``size`` is ‖b‖."""
-        remaining, ratio, dropped = None, 1.0, None
+        remaining, ratio, dropped, first = None, 1.0, None, A.products
         damping = self.shift(memory) or None
         if start is not None:
             remaining = _tree.add(b, A(start), -1.0)
@@ -140,7 +140,7 @@ class Solver(ABC):
             ratio = _tree.norm(remaining) / size
             if ratio == 0.0:
                 report = Report(Status.CONVERGED, A.products, 0, 0.0, True, damping=damping)
-                return Solution(_tree.copy(start), report, memory, remaining)
+                return Solution(_tree.copy(start), report, memory, remaining, combination={first: 1.0})
             along = _tree.dot(start, b) - _tree.dot(start, remaining)
             if not (ratio <= self.spoiled and (along > 0.0 or not self.needs_definite)):
                 start, remaining, ratio, dropped = None, None, 1.0, ratio
@@ -159,8 +159,11 @@ class Solver(ABC):
         )
         del unit
         x = _tree.scale_(solution.x, scale)
+        own = solution.combination
+        combination = None if own is None else {number: c * scale for number, c in own.items()}
         if start is not None:
             x = _tree.add_(x, start)
+            combination = None if combination is None else {first: 1.0, **combination}
         known = solution.report.residual
         report = replace(
             solution.report,
@@ -175,8 +178,9 @@ class Solver(ABC):
             report = replace(report, status=Status.NOT_FINITE)
         worse = report.residual is not None and report.residual > 1.0 + 1e-6
         if too_large or (report.status.failed and worse):
-            report, x, left = replace(report, residual=1.0), _tree.zeros_like(x), None
-        return Solution(x, report, solution.memory, left, None if start is not None else solution.stretch)
+            report, x, left, combination = replace(report, residual=1.0), _tree.zeros_like(x), None, None
+        stretch = None if start is not None else solution.stretch
+        return Solution(x, report, solution.memory, left, stretch, combination)
 
     def present(self, number: int) -> "Solver":
         """The solver of the solve after this many earlier ones: another one if settings change from solve to solve."""

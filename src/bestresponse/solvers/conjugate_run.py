@@ -21,7 +21,9 @@ class Run:
     """
 
     def __init__(self, system: System, most: int, keeps: bool = False) -> None:
-        self.x, self.r = _tree.zeros_like(system.b), system.b
+        self.x, self.r, self._A = _tree.zeros_like(system.b), system.b, system.A
+        # The coefficients of x in the vectors of the products.
+        self.combination: dict[int, float] = {}
         self.step, self.most, self._keeps = 0, most, keeps
         # Whether the solve ended at the iterate before negative curvature.
         self.cut = False
@@ -157,6 +159,7 @@ class Run:
     def advance(self, p: Tree, step: float, square: float) -> None:
         self.step += 1
         self.known = None
+        self.combination[self._A.products - 1] = step
         self._length += abs(step) * math.sqrt(square)
         _tree.add_(self.x, p, step)
 

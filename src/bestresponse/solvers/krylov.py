@@ -236,7 +236,8 @@ class ConjugateGradient(Iterative):
         )
         left = run.r if x is run.x and not status.failed else None
         stretch = None if self._preconditioned else run.stretch(damping)
-        return Solution(x, report, self._memory(run, system, damping, report), left, stretch)
+        known = run.combination if x is run.x else None
+        return Solution(x, report, self._memory(run, system, damping, report), left, stretch, known)
 
     def _memory(self, run: Run, system: System, damping: float, report: Report) -> dict[str, Any]:
         """The memory for the next solve: pairs, and the next damping."""

@@ -123,6 +123,8 @@ class Solution:
     Attributes:
         residual: b − (A + δI) x if the solver has it; `Report.residual` has its norm. Else None.
         stretch: ‖A⁻¹b − (A + δI)⁻¹b‖ / ‖(A + δI)⁻¹b‖ on the Krylov space of b if the solver has it; else None.
+        combination: the coefficients c in x = Σ c_i v_i, where v_i is the vector of the i-th product with A, from 0;
+            None if the solver does not know them.
     """
 
     x: Tree
@@ -130,6 +132,7 @@ class Solution:
     memory: dict[str, Any] = field(default_factory=dict)
     residual: Tree | None = None
     stretch: float | None = None
+    combination: Mapping[int, float] | None = None
 
 
 @dataclass
@@ -149,7 +152,7 @@ class System:
         eps: the largest relative precision among b's dtypes.
     """
 
-    A: Product
+    A: "Counted"
     b: Tree
     residual: Callable[[Tree, float, float], Tree]
     target: float

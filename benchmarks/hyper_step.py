@@ -1,0 +1,212 @@
+"""What a whole hyper-step of a transformer costs, in weight steps: CPU time, products and peak memory.
+
+    python benchmarks/hyper_step.py --threads 1
+
+Networks whose sources of data have a weight each, trained for a few steps by Adam: GPTs, with and without
+checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
+``pip install transformers peft``. Weight steps and hypergradients take turns in a process of their own for each row;
+times are medians, without the first call, which verifies. A weight step is a training gradient and Adam's step. Memory
+is the peak of another process above its memory before the first step, where freed memory returns to the system
+(MALLOC_MMAP_THRESHOLD_).
+
+prints one table, and writes hyper_step.json into --out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformer import GPT, WORDS, Size, Work, resident
+
+import bestresponse as br
+from bestresponse._layout import table
+from bestresponse.experiments.runs import versions, write_whole
+
+
+class Checkpointed(GPT):
+    """A GPT with a checkpoint around each block."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.blocks = Steps(*self.blocks)
+
+
+class Steps(nn.Sequential):
+    """Blocks, each behind a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Adapters(nn.Module):
+    """The logits of a frozen Llama in bfloat16, with adapters in float32."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        import peft
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        settings = LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=size.width,
+            intermediate_size=3 * size.width,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.width // 32,
+            max_position_embeddings=size.tokens,
+        )
+        base = LlamaForCausalLM(settings).to(torch.bfloat16)
+        where = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+        self.inner = peft.get_peft_model(base, where)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.inner(input_ids=words).logits
+        return logits.float()
+
+
+LONG = Size(256, 8, 128, 8)
+NETWORKS: dict[str, tuple[Callable[[Size], nn.Module], Size]] = {
+    "GPT, 8 × 128 tokens": (GPT, Size(128, 8, 128, 4)),
+    "wide GPT, 8 × 128 tokens": (GPT, Size(128, 8, 384, 4)),
+    "GPT, 8 × 256 tokens": (GPT, LONG),
+    "GPT, 8 × 256 tokens, checkpoints": (Checkpointed, LONG),
+    "adapters, 8 × 128 tokens": (Adapters, Size(128, 8, 256, 4)),
+}
+# The first two have the passes of Implicit() with a warm start, whose number of products changes from call to call.
+METHODS: dict[str, Callable[["Training"], br.Method]] = {
+    "conjugate gradient, 4 steps": lambda t: t.conjugate(4, br.Hessian()),
+    "conjugate gradient, 1 step": lambda t: t.conjugate(1, br.Hessian()),
+    "GaussNewton, 2 steps": lambda t: t.conjugate(2, t.gauss_newton()),
+    "T1 - T2": lambda _: br.Implicit(br.Identity()),
+    "SAMA": lambda _: br.SAMA(),
+}
+
+
+class Training(Work):
+    """The problem, some steps after the beginning."""
+
+    def __init__(self, make: Callable[[Size], nn.Module], size: Size) -> None:
+        super().__init__(size, make)
+        if isinstance(self.model, GPT):
+            with torch.no_grad():  # the initial size in GPT-2; with that of torch the outputs are saturated
+                for w in (self.model.words.weight, self.model.places.weight):
+                    w.mul_(0.02)
+        self.optimizer = torch.optim.Adam(self.problem.weights.values(), 1e-3)
+
+    def step(self) -> None:
+        """A weight step."""
+        self.optimizer.zero_grad()
+        loss = self.train_loss(self.model, self.hyper, self.train)
+        loss.backward(inputs=list(self.problem.weights.values()))
+        self.optimizer.step()
+
+    def conjugate(self, steps: int, curvature: br.curvatures.Curvature) -> br.Method:
+        """Conjugate gradient of exactly so many steps, and the product of a warm start."""
+        return br.Implicit(br.ConjugateGradient(steps, 0.0, damping=100.0), curvature, warm_start=True)
+
+
+def row(network: str, what: str, repeats: int) -> dict[str, float]:
+    """The measurements of one process."""
+    make, size = NETWORKS[network]
+    Training(GPT, Size(4, 1, 32, 1)).step()  # which loads the libraries of kernels
+    training = Training(make, size)
+    method = METHODS[what](training) if what in METHODS else None
+    base = resident()
+    for _ in range(5):
+        training.step()
+
+    def call() -> br.Hypergradient | None:
+        if method is None:
+            return None
+        given = training.problem, training.train, training.val, method
+        return br.hypergradient(*given, weight_optimizer=training.optimizer)
+
+    times: dict[str, list[float]] = {"weight step": [], what: []}
+    found: br.Hypergradient | None = None
+    for number in range(repeats + 1):
+        for name, measured in (("weight step", training.step), (what, call)):
+            start = time.process_time()
+            found = measured()
+            if number:
+                times[name].append(time.process_time() - start)
+    step = statistics.median(times["weight step"])
+    return {
+        "time": statistics.median(times[what]) / step,
+        "seconds": step,
+        "products": found.solve.products if found is not None and found.solve is not None else 0,
+        "memory": resident() - base,
+        "weights": sum(w.numel() for w in training.problem.weights.values()),
+    }
+
+
+def measured(network: str, what: str, repeats: int, threads: int) -> dict[str, float]:
+    """The row of a process, with the memory of another one."""
+    command = [sys.executable, __file__, "--threads", str(threads), "--row", network, what, "--repeats"]
+    found = []
+    for number, more in ((repeats, {}), (1, {"MALLOC_MMAP_THRESHOLD_": str(2**20)})):
+        output = subprocess.run(
+            [*command, str(number)], check=True, capture_output=True, text=True, env=os.environ | more
+        ).stdout
+        found.append(json.loads(output.splitlines()[-1]))
+    return found[0] | {"memory": found[1]["memory"]}
+
+
+def lines(rows: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
+    """The rows of the table."""
+    return [
+        {
+            "network": name,
+            "weights": f"{r['weights'] / 1e6:.2g} M",
+            "weight step": f"{found['weight step']['memory']:.0f} MiB",
+            "method": what,
+            "products": f"{r['products']:.0f}",
+            "weight steps": f"{r['time']:.1f}",
+            "memory": f"{r['memory']:.0f} MiB",
+            "ratio": f"{r['memory'] / found['weight step']['memory']:.1f}",
+        }
+        for name, found in rows.items()
+        for what, r in found.items()
+        if what != "weight step"
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--out", type=Path, default=Path("runs/hyper_step"))
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    if options.row:
+        print(json.dumps(row(*options.row, options.repeats)))
+        return
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    for network in options.networks:
+        for what in ["weight step", *options.methods]:
+            found = measured(network, what, options.repeats, options.threads)
+            rows.setdefault(network, {})[what] = found
+            print(network, what, f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB", flush=True)
+    print(f"torch {torch.__version__}, {options.threads} thread(s); times in weight steps")
+    print(table(lines(rows)))
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = {"rows": rows, "threads": options.threads, "repeats": options.repeats, "versions": versions()}
+    write_whole(options.out / "hyper_step.json", record)
+
+
+if __name__ == "__main__":
+    main()
