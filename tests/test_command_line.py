@@ -68,7 +68,7 @@ def test_a_line_every_ten_per_cent_where_there_is_no_terminal(capsys):
     advanced(200, 200)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == [f"{20 * i} of 200 steps" for i in range(1, 11)]
-    assert lines[0].endswith("s: loss 19")
+    assert lines[0].endswith("0 s, 0 s left: loss 19")
     advanced(3, 3)
     assert len(capsys.readouterr().err.splitlines()) == 3
     advanced(100, 40, begun=60)
@@ -82,7 +82,19 @@ def test_a_line_every_thirty_seconds_where_there_is_no_terminal(capsys, monkeypa
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     advanced(1_000_000, 9)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"{n} of 1000000 steps, {10 * n} s" for n in (3, 6, 9)]
+    assert [line.split(":")[0] for line in lines] == [
+        f"{n} of 1000000 steps, {10 * n} s, 2778 h left" for n in (3, 6, 9)
+    ]
+    now = iter(range(0, 10_000, 40))
+    advanced(0, 3)
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "1 steps, 40 s",
+        "2 steps, 80 s",
+        "3 steps, 2 min",
+    ]
+    now = iter(range(0, 10_000, 40))
+    advanced(40, 4)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("4 of 40 steps, 3 min, 24 min left")
 
 
 def test_a_bar_in_a_terminal(monkeypatch):

@@ -242,16 +242,18 @@ def test_along_a_run_the_iterate_before_negative_curvature_is_kept(scale):
     assert steps == [1] * 20 + [2] * 20 + [3] * 20 + [4] * 10
 
 
-def test_a_start_that_is_dropped_makes_the_next_solves_shorter():
+@pytest.mark.parametrize(("limit", "after"), [(4, 4), (3, 2), (1, 1)])
+def test_a_start_that_is_dropped_makes_the_next_solves_shorter_if_negative_curvature_was_met(limit, after):
     generator = torch.Generator().manual_seed(SEED)
     solver, matrix = br.ConjugateGradient(4, damping=None), symmetric(torch.tensor(POSITIVE), generator)
     last = solved(solver, matrix, torch.randn(6, generator=generator))
+    last = replace(last, memory=last.memory | {"limit": limit})
     last = solved(solver, matrix, 1e-4 * torch.randn(6, generator=generator), last)
     assert not last.report.warm
-    assert last.memory["limit"] == 3
+    assert last.memory["limit"] == after
     last = solved(solver, matrix, 1e-4 * torch.randn(6, generator=generator), last)
     assert last.report.warm
-    assert last.report.steps == 3
+    assert last.report.steps == after
 
 
 def test_single_solves_make_all_their_steps():

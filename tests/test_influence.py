@@ -135,9 +135,18 @@ STEPS = {"max_steps": 100, "tolerance": 1e-10}
         br.Implicit(br.ConjugateGradient(**STEPS), br.GaussNewton(*PARTS)),
         br.Implicit(br.ConjugateGradient(**STEPS, preconditioner=br.KFAC(*PARTS))),
         br.Implicit(br.Nystrom(rank=15, damping=0.0)),
+        br.Implicit(br.Nystrom(rank=15, damping=0.0, reuse=1)),
         br.Implicit(br.Exact(), br.FiniteDifference()),
     ],
-    ids=["conjugate gradient", "recycled", "Gauss-Newton", "KFAC", "Nystrom", "differences"],
+    ids=[
+        "conjugate gradient",
+        "recycled",
+        "Gauss-Newton",
+        "KFAC",
+        "Nystrom",
+        "shared Nystrom",
+        "differences",
+    ],
 )
 def test_methods_agree(data, method):
     expected = br.influence(data.problem, data.batches, data.queries, EXACT).scores["table"]
@@ -151,6 +160,13 @@ def test_recycled_pairs_make_later_queries_cheaper(data):
     method = br.Implicit(br.ConjugateGradient(100, tolerance=1e-8, recycle=20))
     products = [s.products for s in br.influence(data.problem, data.batches, queries, method).solves]
     assert products[2] < products[0]
+
+
+def test_queries_share_a_nystrom_approximation(data):
+    method = br.Implicit(br.Nystrom(rank=15, damping=0.0, reuse=10))
+    found = br.influence(data.problem, data.batches, [data.queries[1]] * 3, method)
+    assert [solve.products for solve in found.solves] == [16, 1, 1]
+    torch.testing.assert_close(found.scores["table"][2], found.scores["table"][0])
 
 
 def test_a_part_of_the_data_for_the_curvature(data):

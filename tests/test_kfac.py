@@ -305,29 +305,48 @@ def test_it_leaves_no_trace_and_takes_every_rest(rest, hidden):
 
 
 @pytest.mark.parametrize("damping", [0.01, 1.0])
-@pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_the_inverse_is_that_of_the_products(decay, damping):
+@pytest.mark.parametrize(("decay", "steady"), [(0.0, 0.1), (0.05, 0.1), (0.05, 0.0), (0.0, 2.0)])
+def test_the_inverse_is_that_of_the_products(decay, steady, damping):
     """With one decay for all, the mean over a layer is the decay itself."""
     model = nn.Sequential(nn.Conv2d(1, 2, 2, groups=1), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 3))
     problem = problem_of(model, cross_entropy, initial=decay or 1e-30, per="global", minimum=1e-30)
     batch = (torch.randn(5, 1, 3, 3), torch.randint(3, (5,)))
-    curvature = br.KFAC(predict, cross_entropy, problem.hyper)
+    curvature = br.KFAC(predict, cross_entropy, problem.hyper, steady=steady)
     matrix, _ = matrix_of(curvature, problem, batch)
     like = {n: w.detach() for n, w in problem.weights.items()}
     r = {n: torch.randn_like(w) for n, w in like.items()}
     with problem.undisturbed() as passes:
         inverse = curvature.make_preconditioner(passes, batch)
     z = _tree.flatten(inverse.at(damping)(r))
-    # A tenth of the largest eigenvalue of the blocks with factors is added.
+    # A share of the largest eigenvalue of the blocks with factors is added.
     factored = (matrix - torch.diag(decays(problem)))[torch.tensor([*range(10), *range(26, 53)])][
         :, [*range(10), *range(26, 53)]
     ]
-    steady = 0.1 * float(torch.linalg.eigvalsh(factored)[-1])
-    shifted = matrix + (damping + steady) * torch.eye(len(matrix))
+    more = steady * float(torch.linalg.eigvalsh(factored)[-1])
+    shifted = matrix + (damping + more) * torch.eye(len(matrix))
     assert torch.allclose(z, torch.linalg.solve(shifted, _tree.flatten(r)), rtol=1e-8, atol=1e-10)
     whole = dense(inverse.at(damping), like)
     assert torch.allclose(whole, whole.T, atol=1e-10)
     assert float(torch.linalg.eigvalsh(whole).min()) > 0
+
+
+def test_a_system_with_kfac_as_curvature_is_solved_by_its_own_inverse():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    problem = problem_of(model, cross_entropy, initial=1e-3, per="global")
+    batch = (torch.randn(40, 6), torch.randint(3, (40,)))
+    val = (torch.randn(40, 6), torch.randint(3, (40,)))
+    found = {}
+    for steady in (0.1, 0.0):
+        inverse = br.KFAC(predict, cross_entropy, problem.hyper, steady=steady)
+        solver = br.ConjugateGradient(200, tolerance=1e-6, preconditioner=inverse)
+        method = br.Implicit(solver, br.KFAC(predict, cross_entropy, problem.hyper))
+        found[steady] = br.hypergradient(problem, batch, val, method)
+    assert found[0.0].solve.products <= 3 < found[0.1].solve.products
+    for name, x in found[0.0].total.items():
+        torch.testing.assert_close(x, found[0.1].total[name], rtol=1e-4, atol=1e-9)
+    for wrong in (-0.1, math.nan, "x"):
+        with pytest.raises(br.Error, match="KFAC.steady"):
+            br.KFAC(predict, cross_entropy, steady=wrong)
 
 
 def test_an_inverse_without_damping_or_decay_is_positive_definite():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
 from bestresponse import _tree
-from bestresponse.methods.base import validation_gradient
+from bestresponse.methods.validation import validation_gradient
 from bestresponse.passes.running_statistics import Reading
 from bestresponse.solvers.direct import dense
 from bestresponse.testing import differences

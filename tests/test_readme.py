@@ -68,6 +68,44 @@ def test_the_python_of_the_page_on_influence_runs():
     assert [s.status for s in names["found"].solves] == ["converged"]
 
 
+def test_the_python_of_the_page_on_weighing_data_runs(capsys):
+    page = README.parent / "docs" / "weigh-your-data.md"
+    torch.set_default_dtype(torch.float32)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert "tensor([" in capsys.readouterr().out
+    assert len(names["tuner"].history) == 40
+    batch = names["val"]
+    assert names["train_loss"](names["model"], names["weights"], batch).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:the linear solve ended", "ignore:hyper-step")
+def test_the_python_of_the_page_on_runs_that_survive_runs(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    page = README.parent / "docs" / "runs-that-survive.md"
+    torch.set_default_dtype(torch.float32)
+    names: dict = {}
+    loop = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[0]
+    exec(compile(loop.split("method = ")[0], "README.md", "exec"), names)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for block, steps in ((blocks[0], 3), (blocks[0], 5), *((block, 2) for block in blocks[1:])):
+        exec(compile(block.replace("hyper_steps=100", f"hyper_steps={steps}"), page.name, "exec"), names)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 5
+    assert float(names["penalty"].detach()) == pytest.approx(float(names["decay"](names["model"]).detach()))
+
+
 def test_the_links_of_the_readme_exist():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8")):
         assert (README.parent / target).exists(), target
+
+
+def test_the_python_of_the_page_for_users_of_other_libraries_runs():
+    page = README.parent / "docs" / "from-other-libraries.md"
+    torch.set_default_dtype(torch.float32)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block.replace("hyper_steps=200", "hyper_steps=20"), page.name, "exec"), names)
+    history = names["tuner"].history
+    assert history[-1]["val_loss"] < history[0]["val_loss"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
-from bestresponse.methods.base import validation_gradient
+from bestresponse.methods.validation import validation_gradient
 from bestresponse.passes import graph
 from bestresponse.passes.running_statistics import Reading
 

@@ -493,11 +493,36 @@ def test_nystrom_is_the_inverse_of_its_approximation(rank):
         assert solution.report.residual == pytest.approx(true, rel=1e-9)
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_nystrom_reuses_its_approximation_as_often_as_it_may(scale):
+    """A moved matrix: the answers are those of the first one until the approximation is made again."""
+    generator = torch.Generator().manual_seed(SEED)
+    bases = [torch.linalg.qr(torch.randn(4, 4, generator=generator))[0] for _ in range(2)]
+    first, second = (basis * (scale * torch.tensor([3.0, 2.0, 0.5, 0.1])) @ basis.T for basis in bases)
+    solver, memory, damping = br.Nystrom(4, 0.1 * scale, reuse=2), {}, 0.1 * scale * torch.eye(4)
+    products, expected = [], [first, first, first, second, second]
+    for number, matrix in enumerate((first, second, second, second, second)):
+        b = torch.randn(4, generator=generator)
+        solution = solver.solve(lambda v, m=matrix: {"w": m @ v["w"]}, {"w": b}, memory=memory)
+        memory = solution.memory
+        products.append(solution.report.products)
+        if solution.report.status is not Status.DIVERGED:
+            x = torch.linalg.solve(expected[number] + damping, b)
+            torch.testing.assert_close(solution.x["w"], x, rtol=1e-8, atol=1e-10)
+            left = b - (matrix + damping) @ x
+            assert solution.report.residual == pytest.approx(
+                float(left.norm() / b.norm()), rel=1e-6, abs=1e-8
+            )
+    assert products == [5, 1, 1, 5, 1]
+    longer = solver.solve(lambda v: v, {"w": torch.randn(5, generator=generator)}, memory=memory)
+    assert longer.report.products == 5  # another size: the approximation is made again
+
+
 def test_nystrom_meets_what_is_not_finite():
     system = SYSTEMS["definite"]
     spoilt = br.Nystrom(3).solve(lambda v: system.unflatten(math.nan * _tree.flatten(v)), system.tree)
     assert spoilt.report.status is Status.NOT_FINITE
-    for arguments in ({"rank": 0}, {"damping": -1.0}):
+    for arguments in ({"rank": 0}, {"damping": -1.0}, {"reuse": -1}):
         with pytest.raises(br.Error, match=f"Nystrom.{next(iter(arguments))}"):
             br.Nystrom(**arguments)
 

@@ -303,3 +303,16 @@ def test_rates_under_two_names_are_one(kind):
     found = [br.hypergradient(problem, train, val, br.Implicit(br.Exact(), c)).total for c in (known, plain)]
     for n, x in found[1].items():
         torch.testing.assert_close(found[0][n], x, rtol=1e-9, atol=1e-14)
+
+
+def test_values_to_read_are_checked():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_rate = nn.Parameter(torch.zeros(3))
+
+        def readable(self, name):
+            return "rate", lambda x: x.exp().sum()
+
+    with pytest.raises(AssertionError, match="one finite value for each entry"):
+        check_hyperparameters(Wrong(), nn.Linear(3, 1))

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -229,8 +230,12 @@ def test_bad_optimisers(optimizers, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"weight_steps": 0}, "weight_steps ≥ 1"),
-        ({"warmup_steps": -1}, "warmup_steps ≥ 0"),
+        ({"weight_steps": 0}, "weight_steps must be an integer ≥ 1"),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer ≥ 0"),
+        ({"warmup_steps": 1.5}, "warmup_steps must be an integer ≥ 0"),
+        ({"clip_weights": "x"}, "clip_weights must be a number"),
+        ({"clip_hypergradient": -1.0}, "clip_hypergradient must be positive"),
+        ({"max_rise": 1.0}, "max_rise must be above 1"),
         ({"clip_weights": 0.0}, "clip_weights"),
         ({"policy": "ignore"}, "policy"),
         ({"method": br.Neumann(3)}, "A solver goes inside a method"),
@@ -410,4 +415,5 @@ def test_progress_shows_both_losses_and_the_norm(capsys):
     tuner.fit(train, val, 3)
     shown = capsys.readouterr().err
     assert "3 of 3 hyper-steps" in shown
+    assert re.search(r"2 of 3 hyper-steps, \d+ s, \d+ s left: ", shown)
     assert all(word in shown for word in ("train=", "val=", "|dL/dλ|="))

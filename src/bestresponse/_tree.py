@@ -5,8 +5,10 @@ checks also take sparse tensors, the gradients of tables of hyperparameters.
 """
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,34 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1).to(_wide(x))
+
+
+def is_sharded(x: object) -> bool:
+    """Whether it is a DTensor, of which each process holds a part."""
+    # Code that makes a DTensor has imported its module.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _own(a: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
+    """The parts of tensors on this process, and the group of processes over which to sum; None for whole ones."""
+    first: Any = next((x for x in a.values() if is_sharded(x)), None)
+    if first is None:
+        return a, None
+    return {n: part_of(x) for n, x in a.items()}, first.device_mesh.get_group()
+
+
+def part_of(x: Any) -> Tensor:
+    """The part of a tensor that this process holds: all of it unless it is sharded."""
+    part: Tensor = x.detach().to_local() if is_sharded(x) else x
+    return part
+
+
+def _sum(numbers: Tensor, group: Any) -> Tensor:
+    """The sum over the processes of numbers of each."""
+    if group is not None:
+        torch.distributed.all_reduce(numbers, group=group)
+    return numbers
 
 
 def entries(x: Tensor) -> Tensor:
@@ -54,8 +84,9 @@ def _together(scalars: list[Tensor]) -> Tensor:
 
 def dot(a: Tree, b: Tree) -> float:
     """The sum of the products of all entries."""
-    parts = [_product(x, b[name]) for name, x in a.items()]
-    return float(_together(parts).sum()) if parts else 0.0
+    (mine, group), (other, _) = _own(a), _own(b)
+    parts = [_product(x, other[name]) for name, x in mine.items()]
+    return float(_sum(_together(parts).sum(), group)) if parts else 0.0
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -69,8 +100,12 @@ def norm(a: Tree) -> float:
     """The Euclidean norm; entries whose squares underflow or overflow are scaled first."""
     if not a:
         return 0.0
-    a = {name: entries(x) for name, x in a.items()}
+    own, group = _own(a)
+    a = {name: entries(x) for name, x in own.items()}
     size = _plain_norm(a)
+    if group is not None:
+        square = next(iter(a.values())).new_tensor(size, dtype=torch.float64).square()
+        return math.sqrt(float(_sum(square, group)))
     if 1e-15 < size < math.inf or math.isnan(size):  # else squares may have been denormal
         return size
     largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in a.values())
@@ -86,13 +121,9 @@ def _plain_norm(a: Tree) -> float:
 
 def root_mean_squares(a: Mapping[str, Tensor]) -> dict[str, float]:
     """The value for the entries of each tensor."""
-    norms = [torch.linalg.vector_norm(x, dtype=_wide(x)) for x in a.values()]
-    if any(
-        type(x) is not Tensor for x in norms
-    ):  # of a sharded tensor it is summed over ranks in a norm alone
-        sizes = [float(torch.linalg.vector_norm(x.reshape(1))) for x in norms]
-    else:
-        sizes = _together(norms).tolist() if norms else []
+    own, group = _own(a)
+    norms = [torch.linalg.vector_norm(x, dtype=_wide(x)) for x in own.values()]
+    sizes = _sum(_together(norms).square(), group).sqrt().tolist() if norms else []
     return {n: size / math.sqrt(max(1, x.numel())) for (n, x), size in zip(a.items(), sizes, strict=True)}
 
 
@@ -154,14 +185,17 @@ def detached(a: Mapping[str, Tensor]) -> Tree:
 
 def not_finite(a: Mapping[str, Tensor | None]) -> list[str]:
     """The names of the tensors that hold a NaN or an infinity."""
-    given = {name: entries(x.detach()) for name, x in a.items() if x is not None and x.numel()}
-    if not given:
+    present = {name: x.detach() for name, x in a.items() if x is not None and x.numel()}
+    if not present:
         return []
+    own, group = _own(present)
+    given = {name: entries(x) for name, x in own.items()}
     # A sum with one in it is one, and is much faster than the test of each entry; a large sum may overflow.
     sums = _together([x.sum(dtype=_wide(x)) for x in given.values()])
-    if bool(sums.isfinite().all()):
+    if group is None and bool(sums.isfinite().all()):
         return []
-    return [name for name, x in given.items() if not bool(x.isfinite().all())]
+    bad = _sum(torch.tensor([float(not bool(x.isfinite().all())) for x in given.values()]).to(sums), group)
+    return [name for name, count in zip(given, bad.tolist(), strict=True) if count]
 
 
 def size(a: Mapping[str, Tensor]) -> int:
@@ -200,6 +234,11 @@ def flatten(a: Tree) -> Tensor:
 def vector_dtype(a: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype of `flatten`."""
     return torch.float64 if any(x.dtype == torch.float64 for x in a.values()) else torch.float32
+
+
+def number(a: Mapping[str, Tensor]) -> Tensor:
+    """Zero, in the dtype and on the device of `flatten`."""
+    return torch.zeros((), dtype=vector_dtype(a), device=next(iter(a.values())).device)
 
 
 def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Tree:

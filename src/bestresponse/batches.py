@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning
+from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, require_flag
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -30,6 +30,10 @@ class Batches:
             batch) or rebuilds the graph of one at a time for each product (True: the memory of one
             batch, at the cost of one more training gradient for each product).
 
+    Attributes:
+        weights: c.
+        total: Σ weights, by which these batches count among those of other processes; None without weights.
+
     Raises:
         ArgumentError: there is no batch, or the weights do not fit.
     """
@@ -42,6 +46,7 @@ class Batches:
                 f"Batches takes a collection of batches; got {type(iterable).__name__}. Pass a list of them."
             )
         self.batches: Sequence[Any] = list(iterable)
+        require_flag("Batches.recompute", recompute)
         self.recompute = recompute
         if not self.batches:
             raise ArgumentError("Batches must hold at least one batch; got none.")
@@ -51,7 +56,7 @@ class Batches:
             )
         if weights is None:
             _warn_of_sizes(self.batches)
-        numbers = _normalised(weights, len(self.batches))
+        numbers, self.total = _normalised(weights, len(self.batches))
         # A batch of weight zero would cost as much as any other, and may not be a valid batch.
         self.batches = [batch for batch, weight in zip(self.batches, numbers, strict=True) if weight]
         self.weights = [weight for weight in numbers if weight]
@@ -108,8 +113,8 @@ def halves_of(batch: Any) -> list[tuple[Any, float]]:
     """
     if isinstance(batch, Batches) and len(batch) > 1:
         sums = [math.fsum(batch.weights[begin::2]) for begin in (0, 1)]
-        parts = zip((0, 1), sums, strict=True)
-        return [(Batches(batch.batches[i::2], batch.weights[i::2], batch.recompute), c) for i, c in parts]
+        parts = [_similar(batch, batch.batches[i::2], batch.weights[i::2]) for i in (0, 1)]
+        return list(zip(parts, sums, strict=True))
     (plain, _) = weighted(batch)[0]
     length = length_of(plain) or 0
     if length < 2:
@@ -129,7 +134,7 @@ def halves_of(batch: Any) -> list[tuple[Any, float]]:
 def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
     """A collection with a function applied to each of its parts; anything else as it is."""
     if isinstance(batch, Batches):
-        return Batches(map(function, batch), batch.weights, batch.recompute)
+        return _similar(batch, map(function, batch), batch.weights)
     if isinstance(batch, dict):
         return type(batch)({k: function(v) for k, v in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -137,6 +142,13 @@ def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(map(function, batch))
     return batch
+
+
+def _similar(batch: Batches, pieces: Iterable[Any], weights: Sequence[float]) -> Batches:
+    """Other pieces with some of the weights."""
+    similar = Batches(pieces, weights, batch.recompute)
+    similar.total = None if batch.total is None else batch.total * math.fsum(weights)
+    return similar
 
 
 def _is_column(batch: Any) -> bool:
@@ -173,9 +185,9 @@ def _measure(batch: Any, lengths: set[int]) -> None:
         raise TypeError
 
 
-def _normalised(weights: Iterable[float] | None, count: int) -> list[float]:
+def _normalised(weights: Iterable[float] | None, count: int) -> tuple[list[float], float | None]:
     if weights is None:
-        return [1.0 / count] * count
+        return [1.0 / count] * count, None
     try:
         numbers = [float(x) for x in weights]
     except (TypeError, ValueError):
@@ -185,4 +197,4 @@ def _normalised(weights: Iterable[float] | None, count: int) -> list[float]:
         raise ArgumentError(
             f"Batches.weights must be {count} numbers ≥ 0, not all zero, one for each batch; got {weights!r}."
         )
-    return [x / total for x in numbers]
+    return [x / total for x in numbers], total

@@ -1,119 +1,62 @@
-"""The command ``bestresponse``, whose options come from the dataclasses of the experiments."""
+"""The command ``bestresponse``, whose options come from dataclasses."""
 
 import inspect
-import json
+import os
 import sys
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import _layout
-from .diagnostics import check
-from .errors import Error
+from . import _layout, commands
+from .errors import Error, MissingPackageError, nearest, require_package
+from .tuning.run import Tune
 
 _COMMANDS = {
-    "bestresponse reproduce NAME [options]": "run an experiment of the paper",
-    "bestresponse reproduce NAME --help": "show every option with its default",
-    "bestresponse plot FOLDER": "draw the figures of a run again from its files",
+    "bestresponse init [FILE]": "write a small problem of your own to start from",
     "bestresponse check MODULE:FUNCTION": "check a problem and compare methods on it",
+    "bestresponse tune MODULE:FUNCTION": "tune a problem; FILE.py:FUNCTION works too",
+    "bestresponse report FOLDER": "write the report of a run as one HTML file",
+    "bestresponse compare FOLDER FOLDER": "lay runs side by side in one HTML file",
+    "bestresponse reproduce NAME [options]": "run an experiment of the paper",
+    "bestresponse plot FOLDER": "draw the figures of an experiment again from its files",
+    "bestresponse COMMAND --help": "show every option with its default",
     "bestresponse --version": "",
 }
-
+# Named here, since the help would take seconds longer if it imported them.
+_EXPERIMENTS = {
+    "augment": "a network that changes training images, tuned in six ways",
+    "best-response": "both losses over one weight and one hyperparameter, with the best response",
+    "shapes": "every matrix of one hypergradient, with its shape and its entries",
+    "distill": "one image a class, every pixel tuned, on which a classifier learns the task",
+    "generalisation": "few and many tuned hyperparameters on new data, at equal CPU time",
+    "inverse-error": "hypergradients of approximate inverses beside the exact one",
+    "inverse-hessian": "the inverse of a training Hessian by Neumann series and exactly",
+    "lstm": "the dropout rates of a language model, tuned in seven ways",
+    "methods": "tables 1 and 2: the error and cost of each method, and its memory",
+    "noisy-labels": "weights of images whose labels may be wrong, tuned on a few right ones",
+    "overfit": "a weight decay for every weight, until the validation set is overfitted",
+    "overfit-all": "the same with each network on each data set, side by side",
+    "split": "weight decay tuned on each split of a fixed number of examples",
+}
+_KINDS: dict[str, Any] = {
+    "init": commands.Init,
+    "check": commands.CheckProblem,
+    "tune": Tune,
+    "report": commands.WriteReport,
+    "compare": commands.Compare,
+    "plot": commands.Plot,
+}
 _Options = TypeVar("_Options")
-
-
-@dataclass
-class Plot:
-    """Draw the figures of a run again from the files in its folder."""
-
-    folder: Path
-    """The folder of the run."""
-
-
-@dataclass
-class CheckProblem:
-    """Check whether a problem is ready for tuning, and compare the results and costs of all methods on it."""
-
-    place: str
-    """A function, as package.module:function, that returns (problem, train_batch, val_batch) or these and the weight
-    optimiser. The module may be in the current folder."""
-    json: Path | None = None
-    """A JSON file for all results."""
-    retrain_steps: int = 100
-    """Steps in each of the five retraining runs that hypergradients are compared with; 0 skips the comparison."""
-    seed: int = 0
-    """The seed of the random state of each pass."""
-
-    def run(self) -> int:
-        """Check, print, and return the exit status: 1 if the problem has an error, 2 if there is no problem."""
-        try:
-            if self.json is not None:
-                self.json.touch()  # fail before the long check, not after it
-            problem, train_batch, val_batch, *optimizer = _made(self.place)
-            found = check(
-                problem,
-                train_batch,
-                val_batch,
-                weight_optimizer=optimizer[0] if optimizer else None,
-                retrain_steps=self.retrain_steps,
-                seed=self.seed,
-                progress=_say,
-            )
-        except (Error, OSError) as error:
-            print(f"bestresponse: {error}", file=sys.stderr)
-            return 2
-        print(found)
-        if self.json is not None:
-            text = json.dumps(found.data(), indent=2, allow_nan=False)
-            self.json.write_text(text + "\n", encoding="utf-8")
-        return 0 if found.ok else 1
-
-
-def _say(part: str) -> None:
-    print(_layout.fold(f"checking: {part}", " " * 4), file=sys.stderr, flush=True)
-
-
-def _made(place: str) -> tuple[Any, ...]:
-    """The result of the function at a place."""
-    module_name, colon, name = place.partition(":")
-    if not (module_name and colon and name) or module_name.startswith("."):
-        raise Error(f"check needs a function as package.module:function; got {place!r}.")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise Error(
-            f"{place!r} needs the module {error.name!r}; it is neither in {Path.cwd()} nor installed."
-        ) from error
-    except Exception as error:
-        raise Error(f"the module {module_name!r} can't be imported: {_description(error)}.") from error
-    if not callable(function := getattr(module, name, None)):
-        raise Error(f"the module {module_name!r} has no {name!r} to call.")
-    try:
-        made = function()
-    except Exception as error:
-        raise Error(f"{place} must make a problem; it raised {_description(error)}.") from error
-    if not isinstance(made, tuple | list) or len(made) not in (3, 4):
-        raise Error(
-            f"{place} must return (problem, train_batch, val_batch) or these and the weight optimiser; got "
-            f"{type(made).__name__}."
-        )
-    return tuple(made)
-
-
-def _description(error: Exception) -> str:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Under torchrun, rank 0 runs the command, and the others have nothing to do.
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        return 0
     try:
         return _run(words)
     except Error as error:
@@ -125,49 +68,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words[:1] == ["--version"]:
-        print(version("bestresponse"))
-        return 0
-    try:
-        from .experiments import catalogue, experiment
-    except ModuleNotFoundError as error:
-        raise Error(
-            f"the command line needs the package {error.name!r}, which is not installed. "
-            "Run: pip install 'bestresponse[experiments]'"
-        ) from error
-    experiments = catalogue.EXPERIMENTS
-    about = {name: (kind.__doc__ or "").splitlines()[0] for name, kind in experiments.items()}
-    names = [_layout.fold(f"  {name:16} {text}", " " * 19) for name, text in about.items()]
-    usage = "\n".join([_usage(), "", "experiments:", *names])
     match words:
-        case ["reproduce", name, *rest] if name in experiments:
-            kind = experiments[name]
-            default = kind.of_preset(_preset(rest))
-            experiment.run(_parsed(kind, f"reproduce {name}", rest, default))
-        case ["plot", *rest]:
-            plot = _parsed(Plot, "plot", rest)
-            print("\n".join(str(path) for path in catalogue.draw(plot.folder)))
-        case ["check", *rest]:
-            return _parsed(CheckProblem, "check", rest).run()
-        case ["reproduce", name, *_] if not name.startswith("-"):
-            known = ", ".join(experiments)
+        case ["--version"]:
+            print(version("bestresponse"))
+        case [] | ["reproduce"] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
+            print(_usage())
+        case ["reproduce", name, *rest]:
+            return _reproduce(name, rest)
+        case ["init"]:
+            commands.Init(Path("problem.py")).run()
+        case [name, *rest] if name in _KINDS:
+            return _parsed(_KINDS[name], name, rest).run() or 0
+        case _:
+            guess = nearest(words[0], [*_KINDS, "reproduce"])
             print(
-                f"{usage}\n\nbestresponse: no experiment {name!r}; the experiments are {known}.",
+                f"{_usage()}\n\nbestresponse: no such command: {' '.join(words[:2])}{guess and '.'}{guess}",
                 file=sys.stderr,
             )
             return 2
-        case [] | ["reproduce"] | ["-h" | "--help", *_] | ["reproduce", "-h" | "--help", *_]:
-            print(usage)
-        case _:
-            print(f"{usage}\n\nbestresponse: no such command: {' '.join(words[:2])}", file=sys.stderr)
-            return 2
+    return 0
+
+
+def _reproduce(name: str, words: list[str]) -> int:
+    """Run an experiment of the paper."""
+    if name not in _EXPERIMENTS:
+        known = ", ".join(_EXPERIMENTS)
+        message = f"no experiment {name!r}; the experiments are {known}.{nearest(name, _EXPERIMENTS)}"
+        print(f"{_usage()}\n\nbestresponse: {message}", file=sys.stderr)
+        return 2
+    try:
+        from .experiments import catalogue, experiment
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"the experiments need the package {error.name!r}, which is not installed. "
+            "Run: pip install 'bestresponse[experiments]'"
+        ) from error
+    kind = catalogue.EXPERIMENTS[name]
+    experiment.run(_parsed(kind, f"reproduce {name}", words, kind.of_preset(_preset(words))))
     return 0
 
 
 def _parsed(kind: type[_Options], name: str, words: Sequence[str], default: Any = None) -> _Options:
     """The options of a command, from its words."""
+    require_package("tyro", "the command line", "report")
     import tyro
 
+    if empty := [
+        word for word in words if word in ("", "--out=") or (word.startswith("--") and word.endswith("="))
+    ]:
+        raise Error(f"each option needs a value; got {empty[0]!r}. Give one, or leave the option out.")
     conf = tyro.conf
     options: _Options = tyro.cli(
         kind,
@@ -188,7 +137,8 @@ def _about(kind: type) -> str:
 
 def _usage() -> str:
     lines = [_layout.fold(f"  {command:38} {text}".rstrip(), " " * 8) for command, text in _COMMANDS.items()]
-    return "\n".join(["usage:", *lines])
+    names = [_layout.fold(f"  {name:16} {text}", " " * 19) for name, text in _EXPERIMENTS.items()]
+    return "\n".join(["usage:", *lines, "", "experiments:", *names])
 
 
 def _preset(words: Sequence[str]) -> str:

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import errors
 from .batches import Batches, length_of, weighted
 from .curvatures import Hessian
 from .curvatures.several_batches import linear_system
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError
+from .influence_sums import Query, Sums
 from .methods import Implicit
-from .methods.base import combine, validation_gradient
 from .methods.hypergradient import failure_message
-from .methods.reach import refuse_unreached
+from .methods.validation import validation_gradient
 from .passes.foreign_errors import foreign_errors_told
 from .passes.forms import paused
 from .passes.running_statistics import Reading
 from .problem import Passes, Problem
-from .solvers import ConjugateGradient, Report, Solution
+from .solvers import ConjugateGradient, Report
 from .verification.base import verified
 
 
@@ -106,12 +107,17 @@ def influence(
     """
     method = Implicit(ConjugateGradient(100, tolerance=1e-3), Hessian()) if method is None else method
     questions = _checked(problem, train_batches, queries, method)
+    errors.require_seed("seed", seed)
+    errors.require_positive("size", size)
     problem.check_intact()
     base = _all(train_batches) if solve_on is None else solve_on
     with foreign_errors_told(), problem.edits.whole(problem.live()):
         with problem.undisturbed(seed, None, method.twice) as passes:
             found = _Solves(passes, base, method).of(questions)
-            scores, examples = _streamed(passes, train_batches, method, found, size)
+            sums = Sums(problem, len(found))
+            problem.group.together(lambda: _stream(passes, train_batches, method, found, sums))
+            sums.join(problem.group)
+            scores = sums.scores(found, size)
             passes.conclude()
         outcome = verified(problem, method.claim(), base, questions[0], seed)
     _warn_of_failures([each.solution.report for each in found])
@@ -119,18 +125,9 @@ def influence(
         scores,
         torch.tensor([each.loss for each in found], dtype=torch.float64),
         tuple(each.solution.report for each in found),
-        examples,
+        int(sums.examples),
         outcome,
     )
-
-
-@dataclass(frozen=True)
-class _Query:
-    """The loss of a query, its direct part, and the solution of its linear system."""
-
-    loss: float
-    direct: dict[str, Tensor | None]
-    solution: Solution
 
 
 class _Solves:
@@ -140,7 +137,7 @@ class _Solves:
         self._passes, self._batch, self._method = passes, batch, method
         self._system = linear_system(method.curvature, passes, batch)
 
-    def of(self, queries: list[Any]) -> list[_Query]:
+    def of(self, queries: list[Any]) -> list[Query]:
         """A query for each validation batch."""
         problem, solver = self._passes.problem, self._method.solver
         assert solver is not None
@@ -162,17 +159,16 @@ class _Solves:
                     resumed(products), b, memory=memory, diagonal=diagonal, preconditioner=inverse
                 )
             memory = dict(solution.memory)
-            found.append(_Query(loss, direct, replace(solution, residual=None, memory={})))
+            found.append(Query(loss, direct, replace(solution, residual=None, memory={})))
         return found
 
 
-def _streamed(
-    passes: Passes, batches: Iterable[Any], method: Implicit, queries: list[_Query], size: float | None
-) -> tuple[dict[str, Tensor], int]:
-    """The scores, from one batch after the other, and the number of examples."""
-    problem, sums = passes.problem, _Sums(passes.problem, len(queries))
+def _stream(
+    passes: Passes, batches: Iterable[Any], method: Implicit, queries: list[Query], sums: "Sums"
+) -> None:
+    """Add the mixed products of one batch after the other."""
+    problem = passes.problem
     curvature = Hessian() if method.curvature.twice else method.curvature
-    whole, examples = 0.0, 0
     for number, (batch, share) in enumerate(_sized(batches)):
         with passes.numbered(number):
             system = curvature.linearise(passes, batch)
@@ -182,67 +178,15 @@ def _streamed(
                 v = {n: x[n] if n in x else torch.zeros_like(problem.weights[n]) for n in system.names}
                 sums.subtract(q, system.mixed(v, last=q == len(queries) - 1), share)
         sums.reached |= system.reached
-        whole += share
-        examples += length_of(batch) or 0
-    if not whole:
+        sums.whole += share
+        sums.examples += length_of(batch) or 0
+    if not sums.whole:
         raise ArgumentError("train_batches must hold at least one batch; got none.")
-    return sums.scores(queries, whole if size is None else size), examples
-
-
-class _Sums:
-    """The sums over batches of the mixed products, for each query and hyperparameter."""
-
-    def __init__(self, problem: Problem, queries: int) -> None:
-        self.reached: set[int] = set()
-        self._problem = problem
-        self._total = {
-            n: torch.zeros(queries, *p.shape, dtype=p.dtype, device=p.device)
-            for n, p in problem.hyperparameters.items()
-        }
-        self._seen: dict[str, Tensor | None] = {}
-
-    def subtract(self, q: int, products: dict[str, Tensor | None], share: float) -> None:
-        """Subtract the products of a batch with the solution of query ``q``."""
-        for name, product in products.items():
-            if product is None:
-                continue
-            own = self._total[name][q]
-            if not product.is_sparse:
-                self._seen[name] = None
-                own.sub_(product, alpha=share)
-                continue
-            product = product.coalesce()  # torch adds a sparse tensor to a row of a matrix at wrong places
-            rows = product.indices()[0]
-            own.index_add_(0, rows, product.values(), alpha=-share)
-            seen = self._seen.setdefault(name, torch.zeros(len(own), dtype=torch.bool, device=own.device))
-            if seen is not None:
-                seen[rows] = True
-
-    def scores(self, queries: list[_Query], whole: float) -> dict[str, Tensor]:
-        """The derivatives of the losses of all queries, with their direct parts."""
-        refuse_unreached(self._problem, queries[0].direct, self.reached)
-        for name, seen in self._seen.items():
-            if seen is not None and not bool(seen.all()):
-                warnings.warn(
-                    f"{int((~seen).sum())} of the {len(seen)} entries of {name!r} are in no training batch: their "
-                    "scores are 0. Pass a loader over all examples, with drop_last=False.",
-                    BestResponseWarning,
-                    stacklevel=4,
-                )
-        for q, query in enumerate(queries):
-            own = {n: x[q] / whole if n in self._seen else None for n, x in self._total.items()}
-            for name, x in combine(self._problem, query.loss, query.direct, own).total.items():
-                self._total[name][q] = x
-        return self._total
 
 
 def _sized(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
     """Each batch with its number of examples, or with its weight."""
-    if isinstance(batches, Batches):
-        yield from weighted(batches)
-        return
-    for batch in batches:
-        yield batch, float(_size(batch))
+    yield from weighted(batches) if isinstance(batches, Batches) else ((b, float(_size(b))) for b in batches)
 
 
 def _size(batch: Any) -> int:

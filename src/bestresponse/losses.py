@@ -43,6 +43,8 @@ class CrossEntropy:
             raise ArgumentError(
                 f"CrossEntropy.label_smoothing must be between 0 and 1; got {label_smoothing}."
             )
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or abs(ignore_index) >= 2**63:
+            raise ArgumentTypeError(f"CrossEntropy.ignore_index must be an integer; got {ignore_index!r}.")
         self.targets, self.ignore_index, self.label_smoothing = targets, ignore_index, label_smoothing
 
     def __call__(self, outputs: Tensor, batch: Any) -> Tensor:

@@ -1,8 +1,9 @@
 """Two losses over weights and hyperparameters: equation 1 of the paper."""
 
+import copy
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 
 from . import _tree, passes
 from ._tree import Tree
-from .distributed import refuse_several_processes
+from .distributed import ALONE
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
 from .hyperparameters.protocol import knows_its_curvature
 from .memory import MethodState, Remembering, settings_of
+from .parallel_models import check_processes, group_of, inner
 from .parameters import split
 from .parts import Undivided
 from .passes.edits import Edits
@@ -45,6 +47,9 @@ class Problem(Undivided):
         val_loss: L_V. It runs in eval mode.
         val_mode: "eval", or "as_is" to run the validation loss in the modules' current mode.
         verify: whether the first hypergradient of each method compares the derivatives that it uses with differences.
+        group: the processes over whose batches losses and derivatives are the mean; None takes the group of
+            DistributedDataParallel in the modules, or this process alone. The losses get the module inside.
+        batch_size: (batch) -> number of examples, by which the batches of the ranks count; None means equally.
 
     Attributes:
         weights: the live weights by name, as named in ``model``.
@@ -60,7 +65,7 @@ class Problem(Undivided):
         ArgumentTypeError: an argument is not a module, or not a function.
         ArgumentError: there are no weights or no hyperparameters, ``hyper`` holds a part of ``model``, or weights are
             complex or on the meta device.
-        EvaluationError: there is a process group of several processes, or a model in DistributedDataParallel or FSDP.
+        EvaluationError: the model is in FSDP.
     """
 
     def __init__(
@@ -71,18 +76,17 @@ class Problem(Undivided):
         val_loss: Loss,
         val_mode: Literal["eval", "as_is"] = "eval",
         verify: bool = True,
+        group: Any = None,
+        batch_size: Callable[[Any], float] | None = None,
     ) -> None:
         _check_arguments(model, hyper, train_loss, val_loss, val_mode)
         if not isinstance(verify, bool):
             raise ArgumentTypeError(f"Problem.verify must be True or False; got {verify!r}.")
-        self.model, self.hyper = model, hyper
+        self.model, self.hyper = inner(model), inner(hyper)
         self.train_loss, self.val_loss, self.val_mode = train_loss, val_loss, val_mode
-        refuse_several_processes(
-            (*model.modules(), *hyper.modules()),
-            {**dict(model.named_parameters()), **dict(hyper.named_parameters())},
-        )
+        self.group = group_of(model, hyper, group, batch_size)
         self.verify = verify
-        self.weights, self.hyperparameters = split(model, hyper)
+        self.weights, self.hyperparameters = split(self.model, self.hyper)
         self.edits = Edits()
         self._states: weakref.WeakKeyDictionary[Any, MethodState] = weakref.WeakKeyDictionary()
         self._met: dict[str, tuple[weakref.ref[Any], int]] = {}
@@ -97,8 +101,8 @@ class Problem(Undivided):
         )
 
     def check_intact(self) -> None:
-        """Raise if a weight or hyperparameter was replaced, frozen or distributed after the problem was made."""
-        refuse_several_processes((), dict(self.model.named_parameters()))
+        """Raise if a weight or hyperparameter was replaced or frozen since, or differs between the ranks."""
+        check_processes(self.group, self.model.modules(), dict(self.model.named_parameters()) | self.live())
         for side, module, fixed in (
             ("weights", self.model, self.weights),
             ("hyperparameters", self.hyper, self.hyperparameters),
@@ -115,6 +119,12 @@ class Problem(Undivided):
                     f"the {side} must require gradients; {frozen[:5]} were frozen since the problem was made. "
                     "Make a new Problem without them."
                 )
+
+    def alone(self) -> "Problem":
+        """The same problem on the batches of this process alone."""
+        other = copy.copy(self)
+        other.group = ALONE
+        return other
 
     def live(self) -> Tree:
         """Weights by name and hyperparameters as ``hyper.``name, in one dict."""
@@ -179,7 +189,7 @@ class Problem(Undivided):
         They provide it as ``hyperparameters.KnownCurvature``. It serves as a preconditioner and is not part of A.
         """
         known = [m for m in self.hyper.modules() if knows_its_curvature(m)]
-        if not known:
+        if not known or self.group.sharded:
             return None
         total = _tree.zeros_like({n: self.weights[n] for n in names})
         with torch.no_grad():

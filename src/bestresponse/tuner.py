@@ -1,6 +1,5 @@
 """Tuning hyperparameters while the weights train: Algorithm 1 of the paper."""
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,19 +10,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from . import _tree
-from .errors import EvaluationError, SolveError, require_integer
-from .methods import Hypergradient, Implicit, Method
-from .methods.base import hypergradient_or_nan, require_method, unchecked_hypergradient
-from .methods.hypergradient import accumulate, failure_message, require_finite, skip_message, warn_of_failure
+from .errors import require_function, require_integer
+from .methods import Implicit, Method
+from .methods.accumulation import accumulate
+from .methods.base import require_method
+from .methods.policy import attempt
 from .passes import random_state
 from .problem import Problem
 from .runs import checkpoint
 from .runs.callbacks import Checkpoint
+from .runs.events import add_event
 from .runs.hyper_steps import HyperSteps
-from .runs.requirements import check_hyper_optimizer, check_settings, check_weight_optimizer
+from .runs.recovery import LastGood
+from .runs.requirements import as_callbacks, check_hyper_optimizer, check_settings, check_weight_optimizer
+from .runs.schedulers import step_scheduler
 from .runs.streams import Stream
 from .runs.watch import Watch, as_watch
 from .runs.weight_steps import WeightStep, WeightSteps
@@ -51,15 +53,19 @@ class Tuner:
         hyper_scheduler: the same, stepped once a hyper-step. A scheduler that needs a metric gets the
             last validation loss.
         clip_weights: the largest norm of the training gradient; a larger gradient is scaled down to it.
-        policy: what to do when a solve fails: "warn" (once for each status), "raise", or "skip" the hyper-step.
+        clip_hypergradient: the same for the hypergradient.
+        policy: what to do when a solve fails, a loss or a gradient is not finite, or the validation loss rises beyond
+            ``max_rise``. "warn": warn once, but raise where something is not finite; "raise"; "skip": leave out the
+            step; "return": go back to the last good state, with half the learning rate of the hyperparameters (of a
+            failed solve: skip). The history has each ``event``.
+        max_rise: the largest multiple of the median of the last ten validation losses; None for no limit.
         seed: the seed of dropout masks and other random draws in the hypergradients, one draw for each hyper-step.
         callbacks: functions that take the tuner, called after each hyper-step; see `bestresponse.callbacks`.
         watch: a third part of the data as a loader or a list, which no gradient sees: its loss is in the history, and
             ``tuner.watch`` keeps the state that is best on it; see `callbacks.Watch`.
 
     Attributes:
-        history: a dict for each hyper-step, with the losses and the report of the solve, including the damping or
-            scale that it chose.
+        history: a dict for each hyper-step: losses, the report of the solve, and a summary of the hyperparameters.
         hyper_step, weight_step: the numbers of steps made.
 
     Raises:
@@ -84,7 +90,9 @@ class Tuner:
         weight_scheduler: LRScheduler | None = None,
         hyper_scheduler: LRScheduler | None = None,
         clip_weights: float | None = None,
-        policy: Literal["warn", "raise", "skip"] = "warn",
+        clip_hypergradient: float | None = None,
+        policy: Literal["warn", "raise", "skip", "return"] = "warn",
+        max_rise: float | None = None,
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
         watch: Iterable[Any] | Watch | None = None,
@@ -94,19 +102,23 @@ class Tuner:
         check_weight_optimizer(problem, weight_optimizer)
         check_hyper_optimizer(problem, hyper_optimizer)
         schedulers = {"weight_scheduler": weight_scheduler, "hyper_scheduler": hyper_scheduler}
-        check_settings(weight_steps, warmup_steps, clip_weights, policy, schedulers)
+        clips = {"clip_weights": clip_weights, "clip_hypergradient": clip_hypergradient}
+        check_settings(weight_steps, warmup_steps, clips, max_rise, policy, schedulers)
         self.problem, self.method = problem, method
         self.weight_optimizer, self.hyper_optimizer = weight_optimizer, hyper_optimizer
         self.weight_scheduler, self.hyper_scheduler = weight_scheduler, hyper_scheduler
         self.weight_steps, self.warmup_steps = weight_steps, warmup_steps
-        self.clip_weights, self.policy, self.seed = clip_weights, policy, seed
+        self.clip_weights, self.clip_hypergradient = clip_weights, clip_hypergradient
+        self.policy, self.max_rise, self.seed = policy, max_rise, seed
+        self.last_good = LastGood()
         self.watch = as_watch(watch)
-        self.callbacks: list[Any] = [*filter(None, [self.watch]), *callbacks]
+        self.callbacks: list[Any] = [*filter(None, [self.watch]), *as_callbacks(callbacks)]
         self.history: list[dict[str, Any]] = []
         self.hyper_step = self.weight_step = self.last_hyper_step = 0
         self.stopped: str | None = None
         self.streams: dict[str, Stream] = {}
         self.resumed: dict[str, Any] | None = None
+        self._clock = time.perf_counter()
         self._weight_steps = WeightSteps(problem, weight_optimizer)
         self._hyper_steps = HyperSteps(problem, hyper_optimizer)
 
@@ -131,7 +143,7 @@ class Tuner:
         train, val = self._streams(train_batches=train_batches, val_batches=val_batches)
         self.stopped = None
         self.last_hyper_step = self.hyper_step + hyper_steps
-        began = time.perf_counter() - (self.history[-1]["seconds"] if self.history else 0.0)
+        self._clock = time.perf_counter()
         with ExitStack() as stack:
             for callback in self.callbacks:
                 if hasattr(callback, "close"):
@@ -140,13 +152,24 @@ class Tuner:
                 self._move_weights(next(train))
             while self.hyper_step < self.last_hyper_step and self.stopped is None:
                 losses = [self._move_weights(next(train)) for _ in range(self.weight_steps)]
-                row = self._move_hyperparameters(losses, next(train), next(val))
-                row["seconds"] = time.perf_counter() - began
-                self.history.append(row)
-                # Checkpoints come last, since other callbacks may change the row.
-                for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
-                    callback(self)
+                self.step(losses, next(train), next(val))
         return self.history
+
+    def step(self, losses: Sequence[Tensor], train_batch: Any, val_batch: Any) -> dict[str, Any]:
+        """Make one hyper-step on these batches, and return its row; for training loops other than `fit`.
+
+        ``losses`` are the training losses of the weight steps since the last one; see `integrations.Tuning`.
+        """
+        row = self._move_hyperparameters(losses, train_batch, val_batch)
+        now, before = time.perf_counter(), self.history[-1]["seconds"] if self.history else 0.0
+        row["seconds"], self._clock = before + now - self._clock, now
+        row |= self._hyper_steps.summary.of(self.hyper_step, self.last_hyper_step)
+        self.history.append(row)
+        # Checkpoints come last, since other callbacks may change the row.
+        for callback in sorted(self.callbacks, key=lambda c: isinstance(c, Checkpoint)):
+            callback(self)
+            self.stopped = next(filter(None, self.problem.group.gather(self.stopped)), None)
+        return row
 
     def save(self, path: str | Path) -> None:
         """Write the run into one file, from which `load` continues as if the run had not stopped.
@@ -172,9 +195,12 @@ class Tuner:
         collection must have a fixed order, or draw its order at the start of a round, from a
         generator that is its attribute or from a global one. The round is replayed up to the saved position.
 
+        If the file is damaged or missing and ``path.previous`` is there, that one is loaded, with a warning. After an
+        error or an interrupt, the tuner is as it was before.
+
         Raises:
-            ArgumentError: `save` did not write the file, or the model, hyperparameters, optimisers or schedulers
-                differ from those of the saved run.
+            ArgumentError: `save` did not write the file, it is damaged, or the model, hyperparameters, optimisers or
+                schedulers differ from those of the saved run.
         """
         checkpoint.load(self, path)
 
@@ -214,6 +240,7 @@ class Tuner:
             The training loss at each step.
         """
         require_integer("steps", steps, 0)
+        require_function("initialise", initialise, "model")
         stream, problem = Stream("batches", batches), self.problem.whole
         if optimizer is not None:
             check_weight_optimizer(problem, optimizer)
@@ -227,62 +254,37 @@ class Tuner:
         return [float(loss) for loss in losses]
 
     def _move_weights(self, batch: Any) -> Tensor:
-        loss = self._weight_steps.step(self.weight_optimizer, batch, self.clip_weights)
+        skips = self.policy == "skip"
+        loss = self._weight_steps.step(self.weight_optimizer, batch, self.clip_weights, skips)
         self.weight_step += 1
-        self._step_scheduler(self.weight_scheduler)
+        step_scheduler(self.weight_scheduler, self.history[-1]["val_loss"] if self.history else None)
         return loss
 
     def _move_hyperparameters(
         self, losses: Sequence[Tensor], train_batch: Any, val_batch: Any
     ) -> dict[str, Any]:
-        train_loss = float(torch.stack(list(losses)).mean())
-        if not math.isfinite(train_loss):
-            raise EvaluationError(
-                f"train_loss must stay finite; got {train_loss} at weight step {self.weight_step}. "
-                "Lower the learning rate, or clip with clip_weights."
-            )
+        skips = self.policy == "skip"
+        train_loss = float((torch.nanmean if skips else torch.mean)(torch.stack(list(losses))))
         number = self.hyper_step + 1
         seed = random.Random(f"{self.seed}/{number}").getrandbits(62)
-        run = hypergradient_or_nan if self.policy == "skip" else unchecked_hypergradient
-        result = run(self.problem, train_batch, val_batch, self.method, seed, self.weight_optimizer)
-        stepped = self._judge(result, number)
+        result, outcome, reason = tried = attempt(self, train_loss, train_batch, val_batch, seed)
         row = {
             "hyper_step": number,
             "weight_step": self.weight_step,
             "train_loss": train_loss,
             **result.row(),
-            "stepped": stepped,
+            "stepped": tried.stepped,
         }
-        if stepped:
+        self._weight_steps.tell(row)
+        if outcome:
+            add_event(row, outcome, reason)
+        if outcome == "returned":
+            self.last_good.put_back(self)
+        elif tried.stepped:
+            self.last_good.keep(self)
             self.hyper_optimizer.zero_grad(set_to_none=True)
             accumulate(self.problem, result)
-            self._hyper_steps.step(self.hyper_optimizer)
+            self._hyper_steps.step(self.hyper_optimizer, self.clip_hypergradient, row)
         self.hyper_step = number
-        self._step_scheduler(self.hyper_scheduler, result.val_loss)
+        step_scheduler(self.hyper_scheduler, result.val_loss)
         return row
-
-    def _judge(self, result: Hypergradient, number: int) -> bool:
-        """Whether to step along a hypergradient; raises if the policy requires it."""
-        failed = result.solve is not None and result.solve.status.failed
-        if self.policy == "skip":
-            useless = failed or bool(_tree.not_finite(result.total))
-            if useless:
-                self.problem.warn_once("skipped", skip_message(number))
-            return not useless
-        require_finite(result, f" at hyper-step {number}")
-        if self.policy == "warn":
-            warn_of_failure(self.problem, self.method, result)
-        elif result.solve is not None and failed:
-            raise SolveError(f"at hyper-step {number}, {failure_message(result.solve, result.indirect)}")
-        return True
-
-    def _step_scheduler(self, scheduler: Any, val_loss: float | None = None) -> None:
-        if scheduler is None:
-            return
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step()
-            return
-        if val_loss is None and self.history:
-            val_loss = self.history[-1]["val_loss"]
-        if val_loss is not None:
-            scheduler.step(val_loss)

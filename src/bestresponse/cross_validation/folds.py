@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import _tree
 from .._tree import Tree
 from ..batches import Batches, weighted
-from ..errors import ArgumentTypeError, require_integer
+from ..errors import ArgumentError, ArgumentTypeError, require_integer
 from ..memory import MethodState
 from ..parts import Part
 from ..passes import random_state
@@ -74,6 +74,11 @@ class Folds(Problem):
         if not isinstance(batched, bool):
             raise ArgumentTypeError(f"Folds.batched must be True or False; got {batched!r}.")
         self._whole = Problem(model, hyper, train_loss, val_loss, val_mode, verify)
+        if self._whole.group.size > 1:
+            raise ArgumentError(
+                "Folds trains all copies of the model in one process; got a model in DistributedDataParallel. Give it "
+                "the plain module."
+            )
         self._losses = {"train_loss": train_loss, "val_loss": val_loss}
         kept = (*hyper.modules(), *hyper.parameters(), *hyper.buffers())
         copies = [copy.deepcopy(model, {id(x): x for x in kept}) for _ in range(folds)]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .._tree import Tree
+from ..distributed import Group
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
 from ..problem import Passes, Problem
 from .kinks import Kinks
@@ -53,6 +54,9 @@ class Linearisation(ABC):
     def responding(self, v: Tree) -> Tree:
         """``v`` with zeros for the weights that a kink holds; they are in `names` but do not respond."""
         return v
+
+    def average(self, group: Group, batch: Any) -> None:  # noqa: B027
+        """Take the mean over the ranks of a group of what products are not linear in, such as Kronecker factors."""
 
     def outputs(self) -> list[Tensor]:
         """The outputs in which the model is linearised, computed again at the present weights; else none."""

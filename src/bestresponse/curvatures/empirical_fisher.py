@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ArgumentTypeError, EvaluationError
+from ..errors import ArgumentTypeError, EvaluationError, require_parameters
 from ..problem import Passes
 from .base import Curvature, Linearisation
 from .gauss_newton import GaussNewton
@@ -45,6 +45,7 @@ class EmpiricalFisher(Curvature):
                 "EmpiricalFisher.example_loss must be a function (model, hyper, batch) -> [N]; got "
                 f"{self.example_loss!r}."
             )
+        require_parameters("EmpiricalFisher.example_loss", self.example_loss, "model, hyper, batch")
         check_rest("EmpiricalFisher", self.rest)
         outer_product = GaussNewton(_Checked(self.example_loss), _Mean(), self.rest)
         object.__setattr__(self, "_outer_product", outer_product)

@@ -1,5 +1,6 @@
 """Kronecker factors of the Gauss-Newton matrix, layer by layer."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,18 +15,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import _tree
 from .._tree import Tree
 from ..batches import weighted
-from ..errors import named, require_integer
+from ..distributed import Group
+from ..errors import named, require, require_integer, require_number
 from ..hyperparameters.protocol import diagonal_of, knows_its_curvature
 from ..passes import graph
 from ..problem import Passes, Problem
 from ..solvers.system import Preconditioner, Product
 from .base import Curvature, Linearisation
 from .kronecker import Layer, supported
-from .outputs import output_root, with_graph
+from .outputs import root_columns, with_graph
 from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
-
-# The share of the largest eigenvalue that steadies a preconditioner.
-_STEADY = 0.1
 
 Calls = dict[nn.Module, list["Call"]]
 
@@ -53,6 +52,9 @@ class KFAC(Curvature):
             first dimension of the outputs: no term couples examples. For a preconditioner
             they are not compared with train_loss, and only a known diagonal of ``rest`` is used.
         samples: the number of random columns of S; None takes all of them, as many as an example has outputs.
+        steady: the damping of a preconditioner, as a share σ ≥ 0 of the largest eigenvalue λ_max. It covers directions
+            whose curvature the factors miss. If the curvature of the system is the same KFAC, nothing is missed, and
+            ``steady=0`` is best: where the diagonal of ``rest`` is known, the preconditioner is nearly the inverse.
 
     Raises:
         EvaluationError: the loss couples examples, or is not convex in the outputs; as a curvature, loss(predict)
@@ -65,22 +67,33 @@ class KFAC(Curvature):
     loss: OutputLoss
     rest: Rest | nn.Module | None = None
     samples: int | None = None
+    steady: float = 0.1
 
     def __post_init__(self) -> None:
         check_parts(self)
         if self.samples is not None:
             require_integer("KFAC.samples", self.samples, 1)
+        require_number("KFAC.steady", self.steady)
+        require(0.0 <= self.steady < math.inf, "KFAC.steady", "≥ 0 and finite", self.steady)
 
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         return _Kronecker(self, passes, batch)
 
     def make_preconditioner(self, passes: Passes, batch: Any) -> Preconditioner:
-        """The map r ↦ (A + (δ + 0.1 λ_max) I)⁻¹ r at any damping δ, by the eigenvalues of the factors.
+        """The map r ↦ (A + (δ + σ λ_max) I)⁻¹ r at any damping δ, by the eigenvalues of the factors.
 
-        Each layer uses the mean of the diagonal of ``rest``. The tenth of the largest eigenvalue of all blocks covers
-        directions whose curvature the factors miss; without it they slow conjugate gradient down. For several
-        `Batches` the factors are the means.
+        Each layer uses the mean of the diagonal of ``rest``, and λ_max is the largest eigenvalue of all blocks. For
+        several `Batches` the factors are the means.
         """
+        problem, group = passes.problem, passes.problem.group
+        total = group.together(lambda: self._factors(passes, batch))
+        if group.averages:
+            total.average(group, batch)
+        with torch.no_grad():
+            rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
+            return _Inverse(total, rest, self.steady)
+
+    def _factors(self, passes: Passes, batch: Any) -> "Factors":
         problem = passes.problem
         total: Factors | None = None
         for number, (piece, weight) in enumerate(weighted(batch)):
@@ -90,9 +103,7 @@ class KFAC(Curvature):
             factors = Factors(problem, calls, self, outputs, with_graph(outputs, "KFAC"), piece)
             total = factors.scaled(weight) if total is None else total.plus(factors.scaled(weight))
         assert total is not None
-        with torch.no_grad():
-            rest = diagonal_of(self.rest, problem.model) if knows_its_curvature(self.rest) else {}
-            return _Inverse(total, rest)
+        return total
 
 
 @dataclass(frozen=True)
@@ -152,7 +163,7 @@ class Factors:
         names = {id(w): n for n, w in problem.weights.items()}
         # Other outputs are hyperparameters that predict passes to the loss.
         wanted = [bool(graph.leaves(x) & names.keys()) for x in moving]
-        columns = _columns(curvature, outputs, moving, wanted, batch)
+        columns = root_columns(curvature.loss, curvature.samples, outputs, moving, wanted, batch)
         moving = list(compress(moving, wanted))
         uses = graph.uses(moving)
         made = _alone(calls, uses, set(graph.nodes(moving)))
@@ -190,6 +201,16 @@ class Factors:
             self.diagonal[name] = d + self.diagonal[name] if name in self.diagonal else d
         return self
 
+    def average(self, group: Group, batch: Any) -> None:
+        """Take the means over the ranks of a group; all of them must have run the same layers."""
+        group.require_same([list(self.layers), list(self.diagonal)], "weights with Kronecker factors")
+        factors = [x for layer in self.layers.values() for x in (layer.a, layer.g)]
+        tensors = [*factors, *self.diagonal.values()]
+        means = iter(x for x in group.mean(lambda: tensors, tensors, batch) if x is not None)
+        for layer in self.layers.values():
+            layer.a, layer.g = next(means), next(means)
+        self.diagonal = {n: next(means) for n in self.diagonal}
+
     def product(self, v: Tree) -> Tree:
         """C v."""
         total = {n: self.diagonal[n] * x if n in self.diagonal else torch.zeros_like(x) for n, x in v.items()}
@@ -206,14 +227,15 @@ class Factors:
 class _Inverse(Preconditioner):
     """The inverse of the factors, the diagonal of the rest and the damping."""
 
-    def __init__(self, factors: Factors, rest: Tree) -> None:
+    def __init__(self, factors: Factors, rest: Tree, steady: float) -> None:
         self.detail = factors.detail
         self._diagonal, self._rest = factors.diagonal, rest
         self._spectra = [layer.spectrum(rest) for layer in factors.layers.values()]
         tops = [top for top, _ in self._spectra] or [
             float(d.max()) for d in self._diagonal.values() if d.numel()
         ]
-        self._steady = _STEADY * max(tops, default=0.0) or 1.0
+        top = max(tops, default=0.0)
+        self._steady = max(steady, 1e-12) * top or 1.0  # a null space of the factors must not divide by zero
 
     def at(self, damping: float) -> Product:
         shift = damping + self._steady
@@ -247,24 +269,6 @@ def _alone(calls: Calls, uses: Counter[int], nodes: set[Any]) -> Calls:
     }
 
 
-def _columns(
-    curvature: KFAC, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
-) -> Iterator[list[Tensor]]:
-    """Columns of S: one for each output, with a random sign for each example; or sums of all with random signs.
-
-    The signs make the square of the sum over the examples an unbiased estimate of the sum of squares.
-    """
-    examples, size, root = output_root(curvature.loss, outputs, moving, wanted, batch)
-    like = next(compress(moving, wanted))
-    generator = torch.Generator().manual_seed(0)
-    for number in range(curvature.samples or size):
-        width = size if curvature.samples else 1
-        signs = 2.0 * torch.randint(2, (examples, width), generator=generator) - 1.0
-        xi = torch.zeros(examples, size)
-        xi[:, slice(None) if curvature.samples else slice(number, number + 1)] = signs
-        yield root(xi.to(like.device, like.dtype) / (curvature.samples or 1) ** 0.5)
-
-
 class _Kronecker(SplitLinearisation):
     """Products with the factors of one batch."""
 
@@ -278,6 +282,9 @@ class _Kronecker(SplitLinearisation):
         self._factors = Factors(self._problem, self._calls, self._curvature, outputs, moving, batch)
         self._calls = {}
         self.detail = "; ".join(filter(None, (self.detail, self._factors.detail)))
+
+    def average(self, group: Group, batch: Any) -> None:
+        self._factors.average(group, batch)
 
     def outer(self, v: Tree) -> Tree:
         return self._factors.product(v)

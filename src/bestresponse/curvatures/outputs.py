@@ -1,6 +1,6 @@
 """The outputs that a loss is a function of, in any structure, and the loss's Hessian with respect to them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import compress
 from typing import Any
@@ -135,6 +135,24 @@ def output_root(
         )
     roots = vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)
     return examples, size, lambda xi: split((roots @ xi.to(wide).unsqueeze(2)).squeeze(2).to(like.dtype))
+
+
+def root_columns(
+    loss: Any, samples: int | None, outputs: Any, moving: Sequence[Tensor], wanted: Sequence[bool], batch: Any
+) -> Iterator[list[Tensor]]:
+    """Columns of S: one for each output, with a random sign for each example; or sums of all with random signs.
+
+    The signs make the square of the sum over the examples an unbiased estimate of the sum of squares.
+    """
+    examples, size, root = output_root(loss, outputs, moving, wanted, batch)
+    like = next(compress(moving, wanted))
+    generator = torch.Generator().manual_seed(0)
+    for number in range(samples or size):
+        width = size if samples else 1
+        signs = 2.0 * torch.randint(2, (examples, width), generator=generator) - 1.0
+        xi = torch.zeros(examples, size)
+        xi[:, slice(None) if samples else slice(number, number + 1)] = signs
+        yield root(xi.to(like.device, like.dtype) / (samples or 1) ** 0.5)
 
 
 def _check_blocks(blocks: Tensor, product: Callable[[Tensor], Tensor]) -> float:

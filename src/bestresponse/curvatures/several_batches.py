@@ -9,19 +9,22 @@ from torch import Tensor
 from .. import _tree
 from .._tree import Tree
 from ..batches import Batches
+from ..distributed import Group
 from ..passes import graph
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights, warn_of_unreached
 from .held import without_held
+from .over_ranks import over_ranks
 
 
 def linear_system(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
     """The linearised training gradient of one batch, or of the mean over `Batches`.
 
-    A warning names the weights that it does not reach, once. Weights that a kink holds are left out of its products.
+    With several processes it is the mean over their batches. A warning names the weights that it does not reach, once.
+    Weights that a kink holds are left out of its products.
     """
-    system = linearised(curvature, passes, batch)
+    system = over_ranks(lambda: linearised(curvature, passes, batch), passes, batch)
     warn_of_unreached(passes.problem, system.names)
     return without_held(system, passes.problem)
 
@@ -83,6 +86,10 @@ class MeanLinearisation(Linearisation):
         if last:
             self._parts = []
         return total
+
+    def average(self, group: Group, batch: Any) -> None:
+        if len(self._parts) == 1:  # of several, the mean of their curvatures is meant
+            self._parts[0].average(group, batch)
 
     def outputs(self) -> list[Tensor]:
         return self._of_each(lambda part: part.outputs())

@@ -77,7 +77,7 @@ class SplitLinearisation(Linearisation):
         problem = passes.problem
         self._owner = type(curvature).__name__
         self._hyperparameters, self._model = problem.hyperparameters, problem.model
-        self._term = curvature.rest
+        self._term, self._sharded = curvature.rest, problem.group.sharded
         if curvature.rest is None:
             self.detail = "rest by difference: each product costs one Hessian product more; give rest"
         passes.replay()
@@ -88,7 +88,7 @@ class SplitLinearisation(Linearisation):
             outputs = refilled(outputs, moving)
             fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
             rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
-        whole = fitted + rest
+        whole = problem.group.joined(fitted + rest)
         refuse_not_finite("train_loss", whole)
         _compare(curvature, passes, batch, whole)
         self.reached = graph.leaves(whole)
@@ -150,7 +150,7 @@ class SplitLinearisation(Linearisation):
         named = (
             self._term.named_parameters(remove_duplicate=False) if isinstance(self._term, nn.Module) else ()
         )
-        if (rates := dict(named)) and knows_its_mixed_term(self._term):
+        if (rates := dict(named)) and knows_its_mixed_term(self._term) and not self._sharded:
             known = mixed_products(self._term, rates, self._model, v)
             return [known.get(id(p)) for p in inputs]
         self._rest = self._rest or self._gradient(self._rest_loss)
@@ -188,9 +188,14 @@ def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple
     if rest is None:
         return passes.train_loss(batch) - fitted, None
     if isinstance(rest, KnownCurvature):
-        diagonal = diagonal_of(rest, problem.model) if knows_its_curvature(rest) else None
+        known = knows_its_curvature(rest) and not problem.group.sharded
+        diagonal = diagonal_of(rest, problem.model) if known else None
         return rest(problem.model), diagonal
     value = rest(problem.model, problem.hyper, batch)
+    if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise EvaluationError(
+            f"{type(curvature).__name__}.rest must return a scalar tensor or a number; got {value!r}."
+        )
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=fitted.dtype), None
 
 

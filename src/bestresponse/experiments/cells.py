@@ -9,7 +9,8 @@ import torch
 
 import bestresponse as br
 
-from ..runs.callbacks import replace_text, to_json
+from .._files import replace_text
+from ..runs.callbacks import to_json
 from . import runs
 from .experiment import Experiment
 from .runs import Row
@@ -75,5 +76,5 @@ class Cell:
         tuner.callbacks += [br.callbacks.Checkpoint(saved, save_every), *self.watch]
         if saved.is_file():
             tuner.load(saved)
-        replace_text(metrics, "".join(to_json(row) + "\n" for row in tuner.history))
+        replace_text(metrics, "".join(to_json(row) + "\n" for row in tuner.history), "--out")
         tuner.fit(train, val, max(0, hyper_steps - tuner.hyper_step))

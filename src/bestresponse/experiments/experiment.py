@@ -15,9 +15,12 @@ import tyro
 
 from .. import _layout
 from ..errors import ArgumentError
+from ..runs.events import events
 from ..runs.progress import Bar
 from . import runs
 from .runs import Row as Row
+
+_SHOWN = 20  # events in the printed table
 
 Preset = Literal["smoke", "quick", "cpu", "paper"]
 Tasks = Sequence[Callable[[], Iterable[Row]]]
@@ -44,6 +47,7 @@ class Range:
 
 Count = Annotated[int, Range(0, above=True)]
 Number = Annotated[int, Range(0)]
+Seed = Annotated[int, Range(-(2**62), 2**62)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
@@ -82,9 +86,9 @@ class Experiment(ABC):
     """The defaults of the other options. smoke takes under a minute, needs no data files, and only shows that
     everything runs. cpu takes minutes on two cores with real data (augment and lstm an hour, generalisation three).
     quick is ten minutes of generalisation, and the same as cpu elsewhere. paper is the paper's full setting."""
-    seed: int = 0  # The first seed; it determines the examples and the initial weights.
+    seed: Seed = 0  # The first seed; it determines the examples and the initial weights.
     device: str = "cpu"  # Where to compute: cpu, cuda, ...
-    threads: Number = 1
+    threads: Annotated[int, Range(0, 4096)] = 1
     """CPU threads for torch; 0 keeps torch's default. With networks as small as those of smoke, a second thread makes
     a run slower."""
     data_dir: Path | None = None
@@ -171,14 +175,21 @@ def run(experiment: Experiment) -> Path:
     config = {"experiment": experiment.name, **runs.as_json(experiment)}
     runs.begin(folder, config, [*experiment.figures, *experiment.files], experiment.resumes())
     rows = list(_rows(experiment, tasks, folder))
-    if (folder / "metrics.jsonl").is_file():
-        draw(folder, type(experiment))
     table = experiment.table(rows)
     result = {"headline": experiment.headline(table, rows), "rows": table, "seed": experiment.seed}
     result |= {"versions": runs.versions(), "seconds": round(time.perf_counter() - began, 1)}
     result |= experiment.more(rows)
+    happened = events(rows)
+    result |= {"events": happened} if happened else {}
     runs.write_whole(folder / "result.json", result)
-    print("\n\n".join(filter(None, [_layout.table(table), experiment.note(rows), f"written to {folder}"])))
+    parts = [
+        _layout.table(table),
+        experiment.note(rows),
+        _layout.table(happened[:_SHOWN]) if happened else "",
+    ]
+    print("\n\n".join(filter(None, [*parts, f"written to {folder}"])))
+    if (folder / "metrics.jsonl").is_file():
+        draw(folder, type(experiment))
     if result.get("interrupted"):
         raise KeyboardInterrupt
     return folder
@@ -210,6 +221,7 @@ def _checked(experiment: Experiment) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         got = f"{experiment.device!r}: {str(error).splitlines()[0]}"
         raise ArgumentError(f"--device must name a device of this machine; got {got}") from error
+    require(device.type != "meta", "--device must name a device with memory; got 'meta'.")
     if experiment.threads:
         torch.set_num_threads(experiment.threads)
     return device

@@ -13,6 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
+from .._files import replacing
+
 # Legend handles are long enough to distinguish dashed lines from solid ones.
 plt.rcParams.update({"legend.frameon": False, "legend.handlelength": 3.5})
 
@@ -33,7 +35,8 @@ def panels(
     figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
     try:
         yield axes
-        figure.savefig(path, dpi=150)
+        with replacing(path, "--out") as file:
+            figure.savefig(file, dpi=150, format=path.suffix[1:])
     finally:
         plt.close(figure)
 

@@ -1,23 +1,23 @@
 """The files of a run: configuration, rows and result."""
 
 import dataclasses
-import importlib.metadata
 import json
-import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from .._files import file_errors, replace_text
 from ..errors import ArgumentError
-from ..runs.callbacks import replace_text, to_json
+from ..reports.recorded import read_json as read_json
+from ..runs.callbacks import to_json
+from ..runs.report import versions as versions
 
 Row = dict[str, Any]
 
 # Options that may differ when a run is resumed.
 _MAY_CHANGE = {"preset", "steps", "save_every", "resume", "threads", "device", "data_dir", "out"}
+_MAY_CHANGE |= {"watch_every", "patience", "versions"}
 
 
 def begin(folder: Path, config: Row, files: Sequence[str] = (), resume: bool = False) -> None:
@@ -38,8 +38,9 @@ def begin(folder: Path, config: Row, files: Sequence[str] = (), resume: bool = F
             (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", config)
     except OSError as error:
+        reason = getattr(error.__cause__ or error, "strerror", None) or error
         raise ArgumentError(
-            f"--out must name a folder that can be written to; got {folder}: {error.strerror}. Choose another."
+            f"--out must name a folder that can be written to; got {folder}: {reason}. Choose another."
         ) from error
 
 
@@ -56,7 +57,8 @@ def _check_resumed(folder: Path, config: Row) -> None:
 def add(folder: Path, row: Row) -> Row:
     """Append a row to ``metrics.jsonl``, and return it as a reader will get it."""
     line = to_json(row)
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    path = folder / "metrics.jsonl"
+    with file_errors(path, "--out"), path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     written: Row = json.loads(line)
     return written
@@ -80,14 +82,6 @@ def mean_and_deviation(rows: Iterable[Mapping[str, Any]], by: Sequence[str], of:
                 merged[f"{name} ±"] = statistics.stdev(values) if len(values) > 1 else None
         result.append(merged)
     return result
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def read_config(folder: Path) -> Row:
@@ -116,19 +110,9 @@ def read_rows(folder: Path) -> list[Row]:
 
 def write_whole(path: Path, value: Any) -> None:
     """Write JSON so that the file is always the whole old one or the whole new one."""
-    replace_text(path, to_json(value, indent=2) + "\n")
+    replace_text(path, to_json(value, indent=2) + "\n", "--out")
 
 
 def as_json(config: Any) -> Row:
     """A dataclass as plain values, with paths as text."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(config).items()}
-
-
-def versions() -> dict[str, str]:
-    """The versions and the number of threads behind the numbers."""
-    return {
-        "bestresponse": importlib.metadata.version("bestresponse"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": str(torch.get_num_threads()),
-    }

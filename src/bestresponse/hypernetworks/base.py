@@ -57,6 +57,11 @@ class Hypernetwork(nn.Module, ABC):
         self.source, self.samples = problem, samples
         self.base = nn.ParameterList(nn.Parameter(w.detach().clone()) for w in problem.weights.values())
         self.register_buffer("centre", _vector(problem.hyperparameters).detach())
+        if problem.group.own or problem.group.sharded:
+            raise ArgumentError(
+                f"{type(self).__name__} needs the same weights and hyperparameters on all ranks; got sharded ones. Use "
+                "Implicit."
+            )
         self._template = Template(problem)
         self._reached: dict[str, set[str]] = {}
 
@@ -132,8 +137,17 @@ class Hypernetwork(nn.Module, ABC):
     def over_parameters(self, hyper: nn.Module) -> Problem:
         """The problem over φ; a subclass makes it after its parameters exist."""
         kind = type(self)
-        source = self.source
-        return Problem(self, hyper, kind.train_loss, kind.val_loss, source.val_mode, source.verify)
+        source, group = self.source, self.source.group
+        return Problem(
+            self,
+            hyper,
+            kind.train_loss,
+            kind.val_loss,
+            source.val_mode,
+            source.verify,
+            group.handle,
+            group.batch_size,
+        )
 
     def vector(self, hyper: nn.Module) -> Tensor:
         """The present λ of a module like the given one, in one vector [H] with a graph."""

@@ -4,8 +4,18 @@ from .augmentation import Augmenter
 from .distilled_data import DistilledData
 from .dropout import ConcreteDropout, DropConnect
 from .example_weights import ExampleWeights, LossWeights
+from .export import load, save
 from .orthant import orthant_wise
-from .protocol import Bounded, Kinked, KnownCurvature, KnownMixedTerm, Searchable, Shrinking
+from .protocol import (
+    Bounded,
+    Constrained,
+    Kinked,
+    KnownCurvature,
+    KnownMixedTerm,
+    Readable,
+    Searchable,
+    Shrinking,
+)
 from .shrinkage import Shrinkage, Shrunk
 from .table import Indexed, Weights
 from .weight_decay import WeightDecay
@@ -14,6 +24,7 @@ __all__ = [
     "Augmenter",
     "Bounded",
     "ConcreteDropout",
+    "Constrained",
     "DistilledData",
     "DropConnect",
     "ExampleWeights",
@@ -22,11 +33,14 @@ __all__ = [
     "KnownCurvature",
     "KnownMixedTerm",
     "LossWeights",
+    "Readable",
     "Searchable",
     "Shrinkage",
     "Shrinking",
     "Shrunk",
     "WeightDecay",
     "Weights",
+    "load",
     "orthant_wise",
+    "save",
 ]

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, ArgumentTypeError, require_integer, require_number
+from ..errors import ArgumentError, ArgumentTypeError, require, require_integer, require_number
 
 
 class DistilledData(nn.Module):
@@ -64,6 +64,14 @@ class DistilledData(nn.Module):
                 "DistilledData.labels must be one int64 class for each example; got "
                 f"{labels.dtype} {list(labels.shape)} for inputs {list(inputs.shape)}."
             )
+        if bounds is not None and not (
+            isinstance(bounds, list | tuple)
+            and len(bounds) == 2
+            and all(isinstance(bound, int | float | Tensor) for bound in bounds)
+        ):
+            raise ArgumentTypeError(
+                f"DistilledData.bounds must be two numbers or tensors, or None; got {bounds!r}."
+            )
         self.inputs = nn.Parameter(inputs.detach().clone())
         self.register_buffer("labels", labels.detach().clone())
         limits = (torch.as_tensor(bound).to(inputs) for bound in bounds) if bounds else (None, None)
@@ -78,6 +86,7 @@ class DistilledData(nn.Module):
         if classes is None:
             return
         require_integer("DistilledData.classes", classes, 2)
+        require(classes < 2**31, "DistilledData.classes", "below 2**31", classes)
         require_number("DistilledData.confidence", confidence)
         if not 0 <= int(labels.min()) <= int(labels.max()) < classes or not 1 / classes < confidence < 1:
             raise ArgumentError(

@@ -1,12 +1,12 @@
 """Dropout with rates that are tuned: masks that are differentiable in the rates."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, EvaluationError, require, require_number
+from ..errors import ArgumentError, EvaluationError, require, require_integers, require_number
 from .shrinkage import Shrinkage, as_shrinkage
 
 
@@ -61,6 +61,8 @@ class ConcreteDropout(nn.Module):
                 f"{name} needs 0 < minimum ≤ initial ≤ maximum < 1; got minimum={minimum!r}, "
                 f"initial={initial!r}, maximum={maximum!r}."
             )
+        for label, numbers in (("shared", shared), ("shape", (shape,) if isinstance(shape, int) else shape)):
+            require_integers(f"{name}.{label}", numbers, 0 if label == "shape" else -(2**31))
         self.shared, self.temperature = tuple(shared), temperature
         self.minimum, self.maximum = minimum, maximum
         self.shrinkage = as_shrinkage(f"{name}.shrinkage", shrinkage, 0.0, 1.0)
@@ -101,6 +103,14 @@ class ConcreteDropout(nn.Module):
     def rates(self) -> Tensor:
         """The rates p, of the given shape."""
         return self.logit.sigmoid()
+
+    def values(self) -> Tensor:
+        """The rates, as `rates` has them."""
+        return self.rates()
+
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The rates p in the history."""
+        return name.replace("logit", "rate"), torch.sigmoid
 
     def extra_repr(self) -> str:
         return f"{list(self.logit.shape)}, shared={self.shared}, temperature={self.temperature}"

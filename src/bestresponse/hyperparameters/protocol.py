@@ -10,12 +10,14 @@ module can provide more through methods. Each of them is a protocol here:
 | `Searchable` | ``ranges()`` | `search`, to draw values |
 | `KnownCurvature` | ``curvature_diagonal(model)`` | ``rest`` of `GaussNewton` and the like, preconditioners |
 | `KnownMixedTerm` | ``mixed_product(model, v)`` besides the former | ``rest``, for the mixed term |
+| `Constrained` | ``values()`` | `save`, for files that other programs read |
 | `Kinked` | ``rates_at_zero(model)`` | `Tuner` and `orthant_wise`, around each step of the weights |
+| `Readable` | ``readable(name)`` | `Tuner`, for the history |
 
 `testing.check_hyperparameters(module, model)` checks those that a module provides, against derivatives of its value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor, nn
@@ -47,6 +49,15 @@ class Searchable(Protocol):
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """The lowest and the highest value of each parameter, by its name in the module."""
+        ...
+
+
+@runtime_checkable
+class Constrained(Protocol):
+    """Hyperparameters that are stored in another form than the one in which they are used, as a decay by its log."""
+
+    def values(self) -> Mapping[str, Tensor] | Tensor:
+        """The values as they are used: rates, weights, decays."""
         ...
 
 
@@ -83,6 +94,18 @@ class Kinked(Protocol):
         """The slope r ≥ 0 of the penalty next to w_i = 0, by weight: the penalty is r_i |w_i| there.
 
         The tensors broadcast against the weights; weights without a kink are left out.
+        """
+        ...
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """Hyperparameters whose plain values are functions of single entries, such as decays of their logarithms."""
+
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The name of the plain values of the parameter ``name``, and the function of entries that computes them.
+
+        None where the parameter is best shown as it is.
         """
         ...
 

@@ -15,7 +15,8 @@ _MODULE = nn.Module()
 
 def require_sharing(name: str, value: object) -> None:
     """Raise unless the value names which weights share a hyperparameter."""
-    if value not in ("global", "tensor", "unit", "input", "weight") and not callable(value):
+    known = isinstance(value, str) and value in ("global", "tensor", "unit", "input", "weight")
+    if not known and not callable(value):
         raise ArgumentError(
             f'{name} must be "global", "tensor", "unit", "input" or "weight", a function of a weight\'s name, or None; '
             f"got {value!r}."

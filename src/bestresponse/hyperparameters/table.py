@@ -1,6 +1,7 @@
 """A table of weights for training examples, classes, sources or tokens."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from ..errors import (
     ArgumentTypeError,
     EvaluationError,
     require,
+    require_flag,
     require_integer,
     require_number,
 )
@@ -48,6 +50,8 @@ class Weights(nn.Module):
         sparse: False gives dense gradients, for optimisers that need them.
         shrinkage: a strength, towards the initial weight; or a `Shrinkage`, whose ``towards`` is a weight. Only the
             rows of the last batch shrink. The mean of the table, ``Shrinkage(τ)``, reads all of it in each step.
+        sharded: whether each of several processes has its own table, with n weights for its own examples. The
+            hypergradient is the derivative of the mean loss of all ranks with respect to this table.
         dtype: the dtype of the table; None means torch's default.
 
     Raises:
@@ -64,6 +68,7 @@ class Weights(nn.Module):
         mean_one: bool = False,
         sparse: bool = True,
         shrinkage: float | Shrinkage | None = None,
+        sharded: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -76,12 +81,15 @@ class Weights(nn.Module):
             raise ArgumentError(f'Weights.initial must be 1 or None for "softmax"; got {initial!r}.')
         if dtype is not None and not dtype.is_floating_point:
             raise ArgumentTypeError(f"Weights.dtype must be a floating-point dtype; got {dtype}.")
+        require_flag("Weights.mean_one", mean_one)
+        require_flag("Weights.sparse", sparse)
         below = 1.0 if positive == "sigmoid" else math.inf
         initial = initial if initial is not None else 0.5 if positive == "sigmoid" else 1.0
         require_number("Weights.initial", initial)
         between = "between 0 and 1" if positive == "sigmoid" else "above 0 and finite"
         require(0.0 < initial < below, "Weights.initial", between, initial)
         self.positive, self.mean_one, self.sparse = positive, mean_one, sparse and positive != "softmax"
+        self.sharded = sharded
         self.table = nn.Parameter(torch.full((n,), self._stored(initial), dtype=dtype))
         self.per: Tensor | None
         self.register_buffer("per", None if per is None else _groups(per, n))
@@ -108,6 +116,10 @@ class Weights(nn.Module):
         if self.positive == "softmax":
             return len(self.table) * self.table.softmax(0)
         return self._positive(self.table)
+
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The weights in the history; with "softmax" the logits, since a weight depends on all of them."""
+        return None if self.positive == "softmax" else (name.replace("table", "weights"), self._positive)
 
     def shrink_(self, factor: float = 1.0) -> None:
         """Move the rows of the last step by the share ``factor`` · τ of their distance from the common value."""

@@ -1,13 +1,13 @@
 """Weight decay as a term of the training loss, with one rate for all weights, or for each group, or for each weight."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
+from ..errors import ArgumentError, ArgumentTypeError, EvaluationError, require_number
 from .power_penalty import decays_of, diagonal, penalty, slope
 from .sharing import Sharing, places, require_coarser, require_sharing, shape_of
 from .shrinkage import Shrinkage, as_shrinkage
@@ -71,6 +71,9 @@ class WeightDecay(nn.Module):
             per = "global" if power == 1 else "weight"
         require_sharing("WeightDecay.per", per)
         require_sharing("WeightDecay.around", "global" if around is None else around)
+        numbers = {"power": power, "initial": initial, "minimum": minimum, "maximum": maximum}
+        for label, number in numbers.items():
+            require_number(f"WeightDecay.{label}", number)
         if not power >= 1:
             raise ArgumentError(f"WeightDecay.power must be ≥ 1; got {power!r}.")
         if not 0 < minimum <= initial <= maximum < math.inf:
@@ -167,6 +170,12 @@ class WeightDecay(nn.Module):
             return {"all": self._rates()[self.names[0]].exp()}
         return {name: rate.exp() for name, rate in self._rates().items()}
 
+    def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        """The decays exp(λ) in the history; differences from a centre stay as they are."""
+        if self._centres and name in self._places.values():
+            return None
+        return name.removeprefix("log_"), torch.exp
+
     def extra_repr(self) -> str:
         return (
             f"per={self.per!r}, power={self.power}, minimum={self.minimum:.3g}, maximum={self.maximum:.3g}, "
@@ -224,6 +233,10 @@ class WeightDecay(nn.Module):
 
 def _included(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
     weights = {n: w for n, w in model.named_parameters() if w.requires_grad}
+    if not isinstance(exclude, Sequence | Set) or not all(isinstance(pattern, str) for pattern in exclude):
+        raise ArgumentTypeError(
+            f'WeightDecay.exclude must be a list of patterns of names, as in ["*.bias"]; got {exclude!r}.'
+        )
     for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in weights):
             raise ArgumentError(

@@ -5,23 +5,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _tree
-from .._tree import Tree
-from ..batches import weighted
 from ..curvatures import Curvature
-from ..errors import ArgumentTypeError, DivergedError, EvaluationError
-from ..passes import graph
+from ..errors import ArgumentTypeError, require_seed
 from ..passes.foreign_errors import foreign_errors_told
-from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
 from ..solvers import Solver
 from ..verification.base import Claim, verified
-from .hypergradient import Hypergradient, accumulate, added, require_finite, warn_of_failure
-from .reach import reaches, unreached_by_validation
+from .accumulation import accumulate
+from .hypergradient import Hypergradient, added, require_finite, warn_of_failure
+from .savings import savings
+from .sharding import refuse_sharded
 
 
 class Method(ABC):
@@ -39,6 +36,15 @@ class Method(ABC):
     @abstractmethod
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         """The hypergradient of ``passes.problem`` at its present weights and hyperparameters."""
+
+    @property
+    def savings(self) -> str:
+        """What needs less memory than this method, for the message when memory runs out."""
+        return ""
+
+    def needing_whole(self) -> object:
+        """The part that needs whole weights on each rank; None if it runs on sharded ones too."""
+        return self
 
     def parts_that_remember(self) -> Mapping[str, object]:
         """The parts of the method that have their own state on a problem, by name; `Tuner.save` stores these states."""
@@ -113,7 +119,8 @@ def backward(
 ) -> Hypergradient:
     """Add the hypergradient into the ``.grad`` of the hyperparameters, as Tensor.backward does.
 
-    Call the hyperparameters' optimiser afterwards. Arguments, result and errors are those of `hypergradient`.
+    Call the hyperparameters' optimiser afterwards. Arguments, result and errors are those of `hypergradient`. A warning
+    comes if ``.grad`` already holds something else, such as ∂L_T/∂λ from a plain ``loss.backward()``.
     """
     result = hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
     accumulate(problem, result)
@@ -135,15 +142,15 @@ def unchecked_hypergradient(
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a Problem; got {type(problem).__name__}.")
     require_method(method)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ArgumentTypeError(f"seed must be an integer or None; got {seed!r}.")
+    require_seed("seed", seed)
     problem.check_intact()
+    refuse_sharded(problem, method.needing_whole())
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = {part: problem.state(part).copy() for part in (method, *method.parts_that_remember().values())}
     try:
         if parts := problem.parts(method, train_batch, val_batch, seed):
             return added([unchecked_hypergradient(*p[:3], method, p[3], weight_optimizer) for p in parts])
-        with foreign_errors_told(), problem.edits.whole(problem.live()):
+        with foreign_errors_told(savings(method.savings, train_batch)), problem.edits.whole(problem.live()):
             with problem.undisturbed(seed, known, method.twice) as passes:
                 result = method.differentiate(passes, train_batch, val_batch)
                 passes.conclude()
@@ -154,22 +161,6 @@ def unchecked_hypergradient(
         for part, state in before.items():
             problem.remember(part, state)
         raise
-
-
-def hypergradient_or_nan(
-    problem: Problem,
-    train_batch: Any,
-    val_batch: Any,
-    method: Method,
-    seed: int | None,
-    weight_optimizer: object,
-) -> Hypergradient:
-    """`unchecked_hypergradient`, with NaN in all parts if the look-ahead diverged."""
-    try:
-        return unchecked_hypergradient(problem, train_batch, val_batch, method, seed, weight_optimizer)
-    except DivergedError:
-        nothing = {n: torch.full_like(p, torch.nan) for n, p in problem.hyperparameters.items()}
-        return Hypergradient(nothing, nothing, nothing, torch.nan)
 
 
 def require_method(method: object) -> None:
@@ -184,48 +175,6 @@ def require_method(method: object) -> None:
     elif isinstance(method, type):
         advice = f"Create an instance: {method.__name__}(...)."
     raise ArgumentTypeError(f"method must be a method; got {method!r}. {advice}")
-
-
-def validation_gradient(
-    passes: Passes,
-    batch: Any,
-    read: Reading,
-    weights: Tree | None = None,
-    through_weights: bool = True,
-) -> tuple[float, Tree, dict[str, Tensor | None]]:
-    """L_V, ∂L_V/∂w (zero if L_V does not depend on w) and ∂L_V/∂λ (None if not on λ), running statistics included.
-
-    With ``through_weights`` it raises if L_V depends on no weight.
-    """
-    problem = passes.problem
-    at = problem.weights if weights is None else weights
-    inputs = [*at.values(), *problem.hyperparameters.values()]
-    total: list[Tensor | None] = [None] * len(inputs)
-    value, reached = 0.0, not through_weights
-    # One batch's graph at a time. The backward pass also runs in the mode of the loss.
-    for number, (piece, weight) in enumerate(weighted(batch)):
-        with passes.numbered(number), passes.validating():
-            with read:
-                loss = passes.val_loss(piece, weights)
-            graph.refuse_reentrant(loss)
-            passes.rewind()
-            gradients = [None if g is None else _tree.dense(g) for g in read.gradients(loss, inputs, weight)]
-        reached = reached or reaches(loss, gradients[: len(at)], at.values())
-        total = [graph.plus(sofar, g, weight) for sofar, g in zip(total, gradients, strict=True)]
-        value += weight * float(loss.detach())
-    if not reached:
-        raise unreached_by_validation(problem)
-    total = list(map(graph.plus, total, read.followed(inputs, weights)))
-    of_weights = {
-        n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(at.items(), total, strict=False)
-    }
-    direct: dict[str, Tensor | None] = dict(zip(problem.hyperparameters, total[len(at) :], strict=True))
-    if bad := _tree.not_finite(of_weights) + _tree.not_finite(direct):
-        raise EvaluationError(
-            f"the gradient of val_loss must be finite; got NaN or infinity for {bad[:5]}. "
-            "Look for sqrt, log or division at zero in val_loss."
-        )
-    return value, of_weights, direct
 
 
 def combine(

@@ -8,9 +8,10 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes
 from ..verification.base import Claim
 from ..verification.claims import Value
-from .base import Method, combine, validation_gradient
+from .base import Method, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
+from .validation import validation_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +28,13 @@ class Direct(Method):
         problem, read = passes.problem, Reading(passes, train_batch)
         val_loss, _, direct = validation_gradient(passes, val_batch, read, through_weights=False)
         if any(x is None for x in direct.values()):
-            refuse_unreached(problem, direct, graph.leaves(passes.train_loss(train_batch)))
+            group, live = problem.group, problem.live()
+            own = group.together(lambda: graph.leaves(passes.train_loss(train_batch)))
+            refuse_unreached(problem, direct, group.reached(live, own))
         return replace(combine(problem, val_loss, direct, {}), norms=read.norms)
+
+    def needing_whole(self) -> object:
+        return None
 
     def claim(self) -> Claim:
         return Value(

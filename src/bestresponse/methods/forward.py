@@ -9,19 +9,18 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import require_integer
+from ..errors import EvaluationError, require_integer
 from ..passes.running_statistics import Reading
 from ..problem import Passes
+from ..solvers.capacity import require_memory
 from ..verification.base import Claim
 from .base import combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import SGD, Rule
+from .savings import bytes_of, savings
 from .steps_ahead import ThroughSteps, at_the_end, claim_of
-from .trajectory import Point, Trajectory
-
-# The changes of the tensors of a point; None for a tensor that does not change.
-Tangent = list[Tensor | None]
+from .trajectory import Point, Tangent, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +57,24 @@ class Forward(ThroughSteps):
         if self.chunk is not None:
             require_integer("Forward.chunk", self.chunk, 1)
 
+    @property
+    def savings(self) -> str:
+        return "a smaller chunk; for many hyperparameters Unrolled or Implicit()"
+
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
+        if problem.group.own:
+            raise EvaluationError(
+                "Forward needs the same hyperparameters on all ranks; got a table of each rank's own, "
+                "Weights(sharded=True). Use Unrolled."
+            )
         path = Trajectory(self.rule, self.step_size, self.steps, passes, train_batch, self.fresh_batches)
         number = _tree.size(problem.hyperparameters)
         size = min(self.chunk or number, number)
+        # Each changes its copy of weights and moments at each step, and the new ones come beside the old ones.
+        copies = size * (1 + len(self.rule.moments)) * min(2, self.steps)
+        what = f"Forward with {size:,} hyperparameters at a time"
+        require_memory(what, bytes_of(problem.weights, copies), savings(self.savings, train_batch))
         entries: list[float | None] = []
         val_loss, val_gradient, direct = 0.0, Tree(), dict[str, Tensor | None]()
         read = Reading(passes, train_batch)

@@ -53,7 +53,9 @@ class Halves(Method):
         return self.method.twice
 
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
-        (half, first), (other_half, second) = halves_of(val_batch)
+        (half, c), (other_half, _) = passes.problem.group.together(lambda: halves_of(val_batch))
+        first = passes.problem.group.share(half, other_half, c)
+        second = 1.0 - first
         one = self.method.differentiate(passes, train_batch, half)
         other = self._second.differentiate(passes, train_batch, other_half)
         size = one.norm * other.norm
@@ -74,6 +76,9 @@ class Halves(Method):
     def parts_that_remember(self) -> Mapping[str, object]:
         shared = self.method.parts_that_remember()
         return {"first half": self.method, "second half": self._second, **shared}
+
+    def needing_whole(self) -> object:
+        return self.method.needing_whole()
 
     def claim(self) -> Claim | None:
         return self.method.claim()

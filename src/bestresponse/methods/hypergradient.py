@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import EvaluationError
+from ..errors import NotFiniteError
 from ..memory import settings_of
 from ..problem import Problem
 from ..solvers import Report, Status
@@ -57,7 +56,15 @@ class Hypergradient:
         if self.agreement is not None:
             numbers["agreement"] = self.agreement
         if self.solve is not None:
-            names = ("products", "residual", "hypergradient_error", "damping_effect", "damping", "scale")
+            names = (
+                "products",
+                "residual",
+                "hypergradient_error",
+                "damping_effect",
+                "damping",
+                "scale",
+                "warm",
+            )
             numbers["status"] = str(self.solve.status)
             numbers |= {name: getattr(self.solve, name) for name in names}
         return numbers
@@ -128,29 +135,19 @@ def failure_message(report: Report, indirect: Tree) -> str:
     )
 
 
-def skip_message(number: int) -> str:
+def skip_message(number: int, reason: str) -> str:
     """The message about the first skipped hyper-step."""
     return (
-        f"hyper-step {number} is skipped, since its hypergradient failed. (This warning comes once; `stepped` in the "
-        "history shows each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
+        f"hyper-step {number} is skipped: {reason}. (This warning comes once; `stepped` and `event` in the history "
+        "show each skipped step. If all are skipped, use a smaller step, more damping, or another method.)"
     )
-
-
-@torch.inference_mode(False)
-def accumulate(problem: Problem, result: Hypergradient) -> None:
-    """Add a hypergradient into ``.grad``."""
-    for name, parameter in problem.hyperparameters.items():
-        if parameter.grad is None:
-            parameter.grad = result.total[name].clone()
-        else:
-            parameter.grad.add_(result.total[name])
 
 
 def require_finite(result: Hypergradient, when: str = "") -> None:
     """Raise if a hypergradient has NaN or infinity, and name the hyperparameters."""
     if bad := _tree.not_finite(result.total):
         why = f" ({result.solve.detail})" if result.solve is not None and result.solve.detail else ""
-        raise EvaluationError(
+        raise NotFiniteError(
             f"the hypergradient must be finite; got NaN or infinity for {bad[:5]}{when}{why}. Look for sqrt, log, "
             "powers or division at zero where train_loss uses them; else use more damping or a smaller step."
         )

@@ -18,11 +18,13 @@ from ..problem import Passes
 from ..solvers import ConjugateGradient, Identity, Report, Solution, Solver, Status
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import CurvatureMethod, combine, validation_gradient
+from .base import CurvatureMethod, combine
 from .estimates import damping_effect, damping_stretch, missing_part
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
+from .sharding import needing_whole
 from .singular import singular_operation
+from .validation import validation_gradient
 
 # The error of a warm-started hypergradient is estimated once in so many calls.
 _CALLS = 10
@@ -95,7 +97,7 @@ class Implicit(CurvatureMethod):
             mixed = products.of(solution) or resumed(system.mixed)(solution.x)
             indirect = {n: None if x is None else -x for n, x in mixed.items()}
             result = combine(problem, val_loss, direct, indirect)
-            size = result.norm
+            size = problem.group.largest(result.norm)
         singular = ""
         if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
             _, again, _ = validation_gradient(passes, val_batch, Reading(passes, train_batch))
@@ -118,6 +120,13 @@ class Implicit(CurvatureMethod):
         if report.status is Status.CONVERGED and self.solver.chooses_damping and report.indefinite:
             return Status.NEGATIVE_CURVATURE
         return report.status
+
+    @property
+    def savings(self) -> str:
+        return self.solver.savings if self.solver is not None else ""
+
+    def needing_whole(self) -> object:
+        return needing_whole(self.solver, self.curvature)
 
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))

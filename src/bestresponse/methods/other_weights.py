@@ -1,8 +1,9 @@
 """Gradients at other weights than the present ones, through the model itself, and a check of their rounding."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .. import _tree
 from .._tree import Tree
 from ..errors import EvaluationError
 from ..passes import graph
-from ..passes.arithmetic import Arithmetic
+from ..passes.arithmetic import Arithmetic, arithmetic
 from ..passes.resolution import APART
 from ..passes.running_statistics import Reading
 from ..problem import Passes, Problem
@@ -29,11 +30,20 @@ def weights_at(problem: Problem, values: Tree) -> Iterator[None]:
         yield
 
 
-def gradients(loss: Tensor, inputs: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor | None]]:
-    """A loss and its gradient by input; None for inputs that the loss does not reach."""
-    graph.refuse_reentrant(loss)
-    found: Sequence[Tensor | None] = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
-    return float(loss.detach()), dict(zip(inputs, found, strict=True))
+def train_gradients(
+    passes: Passes, batch: Any, inputs: Mapping[str, Tensor]
+) -> tuple[float, dict[str, Tensor | None]]:
+    """L_T and its gradient by input; None for inputs that the loss does not reach."""
+    listed = list(inputs.values())
+
+    def own() -> list[Tensor | None]:
+        loss = passes.train_loss(batch)
+        graph.refuse_reentrant(loss)
+        return [loss.detach(), *torch.autograd.grad(loss, listed, allow_unused=True)]
+
+    value, *found = passes.problem.group.mean(own, [_tree.number(passes.problem.weights), *listed], batch)
+    assert value is not None
+    return float(value), dict(zip(inputs, found, strict=True))
 
 
 def val_gradients(
@@ -43,20 +53,66 @@ def val_gradients(
 
     The backward pass also runs in the mode of the validation loss.
     """
-    read = Reading(passes, batches[0])
-    with passes.validating():
-        with read:
-            loss = passes.val_loss(batches[1])
-        passes.rewind()
-        leaves = {f"statistics {i}": leaf for i, leaf in enumerate(read.leaves)}
-        value, found = gradients(loss, {**inputs, **leaves})
-    read.take([found.pop(name) for name in leaves])
-    through = read.followed(list(inputs.values()))
-    return value, {n: graph.plus(g, x) for (n, g), x in zip(found.items(), through, strict=True)}, read
+    read, listed = Reading(passes, batches[0]), list(inputs.values())
+
+    def own() -> list[Tensor | None]:
+        with passes.validating():
+            with read:
+                loss = passes.val_loss(batches[1])
+            passes.rewind()
+            graph.refuse_reentrant(loss)
+            return [loss.detach(), *read.gradients(loss, listed), *read.kept]
+
+    like = [_tree.number(passes.problem.weights), *listed, *read.places]
+    value, *found = passes.problem.group.mean(own, like, batches[1])
+    assert value is not None
+    read.adopt(found[len(listed) :])
+    through = read.followed(listed)
+    total = {n: graph.plus(g, x) for n, g, x in zip(inputs, found, through, strict=False)}
+    return float(value), total, read
+
+
+@dataclass(frozen=True)
+class Here:
+    """Both losses at the present weights.
+
+    Attributes:
+        train, val: their values.
+        reached: the identities of the leaves that the training loss depends on.
+        validates: whether the validation loss depends on a weight.
+        arithmetic: the precision in which the training loss computes.
+    """
+
+    train: float
+    val: float
+    reached: set[int]
+    validates: bool
+    arithmetic: Arithmetic
+
+
+def losses(passes: Passes, batches: tuple[Any, Any]) -> Here:
+    """Both losses at the present weights; raises if one is not finite."""
+    problem, group = passes.problem, passes.problem.group
+
+    def of(run: Callable[[Any], Tensor], batch: Any) -> tuple[float, Tensor, set[int]]:
+        kept = list[Tensor]()
+
+        def own() -> list[Tensor | None]:
+            kept.append(run(batch))
+            return [kept[0].detach()]
+
+        (value,) = group.mean(own, [_tree.number(passes.problem.weights)], batch)
+        assert value is not None
+        return float(value), kept[0], group.reached(problem.live(), graph.leaves(kept[0]))
+
+    train, loss, reached = of(passes.train_loss, batches[0])
+    val, _, by_validation = of(passes.val_loss, batches[1])
+    validates = not by_validation.isdisjoint(map(id, problem.weights.values()))
+    return Here(train, val, reached, validates, arithmetic(loss))
 
 
 def verify_difference(
-    passes: Passes, y: Tree, z: Tree, batches: tuple[Any, Any], gamma: float, arithmetic: Arithmetic
+    passes: Passes, y: Tree, z: Tree, batches: tuple[Any, Any], gamma: float, precision: Arithmetic
 ) -> None:
     """Raise, or warn in float32 and above, if ∂L_T(y) − ∂L_T(z) is rounding, at four training gradients.
 
@@ -74,7 +130,7 @@ def verify_difference(
     points = []
     for share in (0.0, 1 / 3, 2 / 3, 1.0):
         with weights_at(problem, {n: torch.lerp(x, y[n], share) for n, x in z.items()}):
-            points.append(gradients(passes.train_loss(batches[0]), inputs[0] | inputs[1])[1])
+            points.append(train_gradients(passes, batches[0], inputs[0] | inputs[1])[1])
     with weights_at(problem, y):
         of_val = _norm(val_gradients(passes, batches, inputs[0])[1])
     for mine, other, what in ((inputs[0], of_val, "weights"), (inputs[1], 0.0, "hyperparameters")):
@@ -85,20 +141,20 @@ def verify_difference(
             rounding = max(
                 rounding, max((torch.finfo(x.dtype).eps for x in found[0].values()), default=0.0) * size
             )
-        small = whole <= _SMALL * arithmetic.eps * max(size, other)
+        small = whole <= _SMALL * precision.eps * max(size, other)
         if small and size > 0.0 and (whole == 0.0 or rounding > APART * max(whole, other / gamma)):
-            _tell(problem, arithmetic, gamma, what)
+            _tell(problem, precision, gamma, what)
             return
 
 
-def _tell(problem: Problem, arithmetic: Arithmetic, gamma: float, of: str) -> None:
+def _tell(problem: Problem, precision: Arithmetic, gamma: float, of: str) -> None:
     said = (
         "Penalty needs a train_loss whose gradients at its two sets of weights differ by more than rounding; it "
-        f"computes in {arithmetic.name}, and with a multiplier of {gamma:g} those with respect to {of} do not. Use a "
+        f"computes in {precision.name}, and with a multiplier of {gamma:g} those with respect to {of} do not. Use a "
         "smaller multiplier or more steps, or compute train_loss in "
-        f"{'float32, without autocast' if arithmetic.low else 'float64'}."
+        f"{'float32, without autocast' if precision.low else 'float64'}."
     )
-    if arithmetic.low:
+    if precision.low:
         raise EvaluationError(said)
     problem.warn_once("unresolved", said)
 

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..memory import MethodState, settings_of
 from ..passes import graph
-from ..passes.arithmetic import Arithmetic, arithmetic
+from ..passes.arithmetic import Arithmetic
 from ..passes.resolution import Circumstances, refuse_half_precision, sizes
 from ..passes.substitution import refuse_max_norm
 from ..problem import Passes, Problem
@@ -30,8 +30,8 @@ from ..verification.base import Claim
 from ..verification.claims import Value
 from .base import Method, combine
 from .hypergradient import Hypergradient
-from .other_weights import gradients, val_gradients, verify_difference, weights_at
-from .reach import reaches, refuse_unreached, unreached_by_validation
+from .other_weights import losses, train_gradients, val_gradients, verify_difference, weights_at
+from .reach import refuse_unreached, unreached_by_validation
 from .rules import SGD, Rule, Setting
 from .trajectory import Point
 from .tuned_settings import Settings
@@ -116,10 +116,7 @@ class Penalty(Method):
         if found is None:  # the first call, or the stored difference has become useless
             found = self._from(_Pair.at(problem, self.rule), passes, batches, gamma, warm=False)
         if found is None:
-            (
-                passes.train_loss(train_batch),
-                passes.val_loss(val_batch),
-            )  # raises if the steps are not the cause
+            losses(passes, batches)  # raises if the steps are not the cause
             raise DivergedError(
                 "Penalty's weights y must become better than at their start, for L_T + L_V/γ; in this call "
                 f"{self.steps} steps made them worse. Use a step_size below {self.step_size:g}, or a Tuner with "
@@ -141,12 +138,15 @@ class Penalty(Method):
         verify_difference(passes, y, z, batches, gamma, found.arithmetic)
         return here.data(multiplier=gamma)
 
+    def needing_whole(self) -> object:
+        return None
+
     def claim(self) -> Claim:
         """The gradients with respect to λ at one set of weights; the result combines them."""
 
         def total(passes: Passes, train: Any, val: Any) -> dict[str, Tensor | None]:
             inputs = passes.problem.hyperparameters
-            _, of_train = gradients(passes.train_loss(train), inputs)
+            _, of_train = train_gradients(passes, train, inputs)
             _, of_val, _ = val_gradients(passes, (train, val), inputs)
             return {n: graph.plus(x, of_val[n]) for n, x in of_train.items()}
 
@@ -168,22 +168,22 @@ class Penalty(Method):
                 pair, residual = pair.stepped(self.rule, rates, passes, batches, gamma)
             with weights_at(problem, pair.y.weights):
                 val_y, direct, read = val_gradients(passes, batches, inputs)
-                train_y, ahead = gradients(passes.train_loss(batches[0]), inputs)
+                train_y, ahead = train_gradients(passes, batches[0], inputs)
             with weights_at(problem, pair.z.weights):
-                _, behind = gradients(passes.train_loss(batches[0]), inputs)
+                _, behind = train_gradients(passes, batches[0], inputs)
         except NotFiniteError:
             return None
-        val_loss, train_loss = passes.val_loss(batches[1]), passes.train_loss(batches[0])
-        if not reaches(val_loss, (), problem.weights.values()):
+        here = losses(passes, batches)
+        if not here.validates:
             raise unreached_by_validation(problem)
-        here = float(train_loss.detach()) + float(val_loss.detach()) / gamma
-        if not train_y + val_y / gamma <= here + _WORSE * abs(here):
+        least = here.train + here.val / gamma
+        if not train_y + val_y / gamma <= least + _WORSE * abs(least):
             return None
-        refuse_unreached(problem, direct, graph.leaves(train_loss))
+        refuse_unreached(problem, direct, here.reached)
         indirect = {n: graph.plus(_scaled(x, gamma), behind[n], -gamma) for n, x in ahead.items()}
         report = Report(Status.STEPS_USED, 0, self.steps, residual, warm, detail=read.detail)
-        result = combine(problem, float(val_loss.detach()), direct, indirect)
-        return _Found(replace(result, solve=report, norms=read.norms), pair, arithmetic(train_loss))
+        result = combine(problem, here.val, direct, indirect)
+        return _Found(replace(result, solve=report, norms=read.norms), pair, here.arithmetic)
 
     def _check_multiplier(self, value: object) -> None:
         require_number("Penalty.multiplier", value)
@@ -226,9 +226,9 @@ class _Pair:
         """Both after one step, and ‖∂(L_T + L_V/γ)(y) − ∂L_T(z)‖ / ‖∂L_V(y)/γ‖ before it."""
         problem = passes.problem
         with weights_at(problem, self.z.weights):
-            _, found = gradients(passes.train_loss(batches[0]), problem.weights)
+            _, found = train_gradients(passes, batches[0], problem.weights)
         with weights_at(problem, self.y.weights):
-            _, of_train = gradients(passes.train_loss(batches[0]), problem.weights)
+            _, of_train = train_gradients(passes, batches[0], problem.weights)
             _, of_val, _ = val_gradients(passes, batches, problem.weights)
         warn_of_unreached(problem, [n for n, g in of_train.items() if g is not None])
         at_z = {n: g for n, g in found.items() if g is not None}

@@ -16,11 +16,13 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes
 from ..verification.base import Claim
 from ..verification.claims import SecondDerivatives
-from .base import CurvatureMethod, combine, validation_gradient
+from .base import CurvatureMethod, combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import Rule, like
+from .sharding import needing_whole
 from .trajectory import Trajectory
+from .validation import validation_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +72,14 @@ class SAMA(CurvatureMethod):
         gradient = system.gradient()
         if gradient is None:
             weights = [problem.weights[n] for n in system.names]
-            found = torch.autograd.grad(passes.train_loss(train_batch), weights)
-            gradient = dict(zip(system.names, found, strict=True))
+            found = problem.group.mean(
+                lambda: torch.autograd.grad(passes.train_loss(train_batch), weights, allow_unused=True),
+                weights,
+                train_batch,
+            )
+            gradient = {n: g for n, g in zip(system.names, found, strict=True) if g is not None}
         v = {}
-        for name in system.names:  # one at a time, since the graph of a step is larger than the weight
+        for name in list(gradient):  # one at a time, since the graph of a step is larger than the weight
             g = gradient.pop(name).detach().requires_grad_()
             after = path.start([name]).moved(rule, {name: g}, path.settings).tensors[name]
             (through,) = torch.autograd.grad(after[0], g, val_gradient.pop(name))
@@ -85,6 +91,9 @@ class SAMA(CurvatureMethod):
                 v[name].masked_fill_(reduce(torch.logical_and, zero), 0.0)
         indirect = {n: None if x is None else -x for n, x in system.mixed(v).items()}
         return replace(combine(problem, val_loss, direct, indirect), norms=read.norms)
+
+    def needing_whole(self) -> object:
+        return needing_whole(None, self.curvature)
 
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=False)

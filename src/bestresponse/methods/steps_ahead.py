@@ -21,9 +21,10 @@ from ..passes.running_statistics import Reading
 from ..problem import Passes
 from ..verification.base import Claim
 from ..verification.claims import Value
-from .base import Method, validation_gradient
+from .base import Method
 from .rules import Rule, Setting
 from .trajectory import Point, Trajectory
+from .validation import validation_gradient
 
 # The steps that a verification repeats.
 _VERIFIED = 2

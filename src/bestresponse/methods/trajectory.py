@@ -1,6 +1,6 @@
 """Steps of an update rule as a differentiable map, from weights and moments to those after the steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,9 @@ from ..passes.substitution import refuse_max_norm
 from ..problem import Passes
 from .rules import Rule, Setting
 from .tuned_settings import Settings
+
+# The changes of the tensors of a point; None for a tensor that does not change.
+Tangent = list[Tensor | None]
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Trajectory:
         rule: how a step changes a weight.
         settings: the step size and the rule's settings.
         hyperparameters: the problem's, in order.
+        group: the processes over which gradients are the mean.
         reached: the identities of the leaves that the training losses so far, and the settings, depend on.
     """
 
@@ -96,6 +100,7 @@ class Trajectory:
         self._steps, self._passes, self._batch = steps, passes, batch
         self._pieces = _in_turn(batch) if fresh_batches else None
         self._moved: set[str] = set()
+        self.group = problem.group
 
     def start(self, names: Iterable[str] | None = None) -> Point:
         """The present weights, or those with these names, with the initial moments."""
@@ -130,27 +135,54 @@ class Trajectory:
             last = self._step(last, number, create_graph=True)
         return Piece(self, begin, first, last)
 
+    def graphs(self, point: Point, begin: int, end: int) -> "list[Piece]":
+        """The same steps as one piece; with several processes as a piece a step, since each pull is a mean."""
+        if not self.group.averages:
+            return [self.graph(point, begin, end)]
+        pieces: list[Piece] = []
+        for number in range(begin, end):
+            pieces.append(self.graph(point, number, number + 1))
+            point = pieces[-1].end
+        return pieces
+
+    def mean(
+        self, compute: Callable[[], Sequence[Tensor | None]], like: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """The mean over the ranks of derivatives of steps."""
+        return self.group.mean(compute, like, self._batch)
+
     def finish(self) -> None:
         """Raise if no step moved a weight, and name the weights that did not move."""
+        self.reached = self.group.reached(self._passes.problem.live(), self.reached)
         warn_of_unreached(self._passes.problem, self._moved)
 
     def _step(self, point: Point, number: int, create_graph: bool) -> Point:
         if not create_graph:
             point = point.as_leaves()
-        before = list(point.weights.values())
-        self._passes.carry(point.buffers)
-        loss = self._loss(point.weights, number)
-        self.reached |= graph.leaves(loss, until=before)
-        if create_graph:
-            graph.inspect_loss(loss, until=before)
-        found = torch.autograd.grad(loss, before, create_graph=create_graph, allow_unused=True)
-        gradient = {n: g for n, g in zip(point.tensors, found, strict=True) if g is not None}
-        if create_graph:
-            graph.inspect_gradient(gradient.values(), until=before)
+        gradient = self._gradient(point, number, create_graph)
         self._moved |= gradient.keys()
         with torch.set_grad_enabled(create_graph):
             after = point.moved(self.rule, gradient, self.settings, number)
         return replace(after, buffers=self._passes.buffers())
+
+    def _gradient(self, point: Point, number: int, create_graph: bool) -> Tree:
+        """The training gradient at a point, as the mean over the ranks; its graph is that of this rank."""
+        before, own = list(point.weights.values()), list[Tensor | None]()
+        self._passes.carry(point.buffers)
+
+        def found() -> list[Tensor | None]:
+            loss = self._loss(point.weights, number)
+            self.reached |= graph.leaves(loss, until=before)
+            if create_graph:
+                graph.inspect_loss(loss, until=before)
+            own.extend(torch.autograd.grad(loss, before, create_graph=create_graph, allow_unused=True))
+            if create_graph:
+                graph.inspect_gradient([g for g in own if g is not None], until=before)
+            return own
+
+        means = self.group.mean(found, before, self._batch)
+        pairs = zip(point.tensors, own, means, strict=True)
+        return {n: _with_value(g, mean) for n, g, mean in pairs if mean is not None}
 
     def _loss(self, weights: Tree, number: int) -> Tensor:
         try:
@@ -193,11 +225,34 @@ class Piece:
         edges = graph.edges(outputs)
         self.end = Point({}, {})
         given = {str(i): c for i, (_, c) in enumerate(pairs)}
-        return list(graph.vector_product(edges, self.inputs(begin), given, retain_graph=False))
+        inputs = self.inputs(begin)
+        return self._path.mean(lambda: graph.vector_product(edges, inputs, given, retain_graph=False), inputs)
 
-    def push(self) -> graph.Pushforward:
+    def push(self) -> Callable[[Tangent], Tangent]:
         """The map from changes of `inputs` to changes of `end`."""
-        return graph.Pushforward(self.end.flat(), self.inputs())
+        end = self.end.flat()
+        own = self._path.group.together(lambda: graph.Pushforward(end, self.inputs()))
+        return lambda tangents: self._path.mean(lambda: own(tangents), end)
+
+
+class _Replaced(torch.autograd.Function):
+    """A tensor with another value: the mean over the ranks in place of a rank's own, whose graph it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        return slopes[0], None
+
+
+def _with_value(own: Tensor | None, mean: Tensor) -> Tensor:
+    """The mean over the ranks with the graph of this rank's own tensor, whose derivatives are averaged at the end."""
+    if own is None or own is mean or not own.requires_grad:
+        return mean
+    replaced: Tensor = _Replaced.apply(own, mean)  # type: ignore[no-untyped-call]
+    return replaced
 
 
 def _in_turn(batch: Any) -> list[tuple[Any, float]]:

@@ -1,5 +1,6 @@
 """Differentiation through optimisation in reverse mode: the hypergradient of a few steps of an update rule."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,12 +11,14 @@ from .._tree import Tree
 from ..errors import ArgumentError, require, require_integer
 from ..passes import graph
 from ..passes.running_statistics import Reading
-from ..problem import Passes
+from ..problem import Passes, Problem
+from ..solvers.capacity import require_memory
 from ..verification.base import Claim
 from .base import combine
 from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .rules import SGD, Rule
+from .savings import bytes_of, savings
 from .steps_ahead import ThroughSteps, at_the_end, claim_of
 from .trajectory import Piece, Point, Trajectory
 
@@ -86,9 +89,30 @@ class Unrolled(ThroughSteps):
                 f"{self.checkpoint_every}. Leave one of them out."
             )
 
+    @property
+    def savings(self) -> str:
+        size = self.checkpoint_every or self.steps
+        fewer = (
+            f"checkpoint_every near {math.isqrt(self.steps)}"
+            if size != math.isqrt(self.steps)
+            else "fewer steps"
+        )
+        kept = fewer if self.trajectory == "exact" else "fewer steps"
+        return f"{kept}; last=...; Implicit()"
+
+    def _require_memory(self, problem: Problem, train_batch: Any) -> None:
+        """Raise if the points that are kept do not fit; the graphs between them come on top."""
+        length = self.last or self.steps
+        size = min(self.checkpoint_every or length, length)
+        points = size + length // size if self.trajectory == "exact" else 3
+        copies = points * (1 + len(self.rule.moments))
+        what = f"Unrolled with {length:,} steps"
+        require_memory(what, bytes_of(problem.weights, copies), savings(self.savings, train_batch))
+
     def differentiate(self, passes: Passes, train_batch: Any, val_batch: Any) -> Hypergradient:
         problem = passes.problem
         path = Trajectory(self.rule, self.step_size, self.steps, passes, train_batch, self.fresh_batches)
+        self._require_memory(problem, train_batch)
         first = 0 if self.last is None else self.steps - self.last
         start = path.run(path.start(), 0, first)
         end, pieces = (self._exact if self.trajectory == "exact" else self._interpolated)(path, start, first)
@@ -113,14 +137,17 @@ class Unrolled(ThroughSteps):
         points = [start]
         for begin in begins[:-1]:
             points.append(path.run(points[-1], begin, begin + size))
-        last = path.graph(points.pop(), begins[-1], self.steps)
+        last = path.graphs(points.pop(), begins[-1], self.steps)
 
         def pieces() -> Iterator[Piece]:
-            yield last
+            while last:
+                yield last.pop()
             for begin in reversed(begins[:-1]):
-                yield path.graph(points.pop(), begin, begin + size)
+                block = path.graphs(points.pop(), begin, begin + size)
+                while block:
+                    yield block.pop()
 
-        return last.end, pieces()
+        return last[-1].end, pieces()
 
     def _interpolated(self, path: Trajectory, start: Point, first: int) -> tuple[Point, Iterator[Piece]]:
         """The same, with each step at a point between the first and the last."""

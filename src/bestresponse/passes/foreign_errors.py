@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.utils.checkpoint import CheckpointError
 
-from ..errors import Error, EvaluationError
+from ..errors import Error, EvaluationError, OutOfMemoryError
 from .graph import COMPILED, second_derivative_error
 
 _CAUSES = (
@@ -28,6 +29,11 @@ _CAUSES = (
         "sparse=False.",
     ),
     (
+        "Inference tensors",
+        "batches and constants must be tensors that autograd can use; one was made in torch.inference_mode ({error}). "
+        "Make it outside, under torch.no_grad() if you like, or clone it outside.",
+    ),
+    (
         "meta tensor",
         "losses need values; a tensor on the meta device has none ({error}). Make parameters, buffers and batches on "
         "a device with memory (Module.to_empty, then load or initialise).",
@@ -36,20 +42,30 @@ _CAUSES = (
 
 
 @contextmanager
-def foreign_errors_told() -> Iterator[None]:
-    """Replace torch's errors by clear messages where the cause is known."""
+def foreign_errors_told(savings: str = "Use smaller batches.") -> Iterator[None]:
+    """Replace torch's errors by clear messages where the cause is known; ``savings`` is advice if memory runs out."""
     try:
         yield
     except Error:
         raise
-    except RuntimeError as error:  # NotImplementedError is one as well
+    except (RuntimeError, MemoryError) as error:  # NotImplementedError is a RuntimeError
+        if _is_shortage(error):
+            got = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+            raise OutOfMemoryError(f"a pass needs more memory than there is: {got}. {savings}") from error
         told = _told(error)
         if told is None:
             raise
         raise told from error
 
 
-def _told(error: RuntimeError) -> EvaluationError | None:
+def _is_shortage(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or elsewhere."""
+    signs = ("DefaultCPUAllocator: ", "not enough memory", "Storage size calculation overflowed")
+    of_torch = isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+    return of_torch or isinstance(error, MemoryError)
+
+
+def _told(error: RuntimeError | MemoryError) -> EvaluationError | None:
     text = str(error)
     if "donated buffers" in text or "aot_autograd" in text:
         return second_derivative_error(COMPILED, f"torch.compile made it: {text}")

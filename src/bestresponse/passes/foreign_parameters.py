@@ -31,6 +31,7 @@ def warn_of_foreign_parameters(problem: TwoLosses, name: str, foreign: Sequence[
 
 def _names_in(function: Callable[..., Any]) -> dict[int, str]:
     """Parameters by identity that a function reaches by its own names: captured, global, or of its object."""
+    function = inspect.unwrap(function)
     try:
         found = inspect.getclosurevars(function)
         values = {**found.globals, **found.nonlocals}

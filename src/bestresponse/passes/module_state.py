@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _tree
 from . import random_state
 from .embedding import has_max_norm
 
@@ -201,13 +202,13 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
         return False
     integers = _INTEGERS.get(x.itemsize)
-    x, y = x.detach(), y.detach()
+    x, y = _tree.part_of(x.detach()), _tree.part_of(y.detach())
     return torch.equal(x, y) if integers is None else torch.equal(x.view(integers), y.view(integers))
 
 
 def sum_of_bits(x: Tensor) -> int | None:
     """A number that changes if any one entry changes; None if the layout has no such view."""
-    integers = _INTEGERS.get(x.itemsize)
+    x, integers = _tree.part_of(x), _INTEGERS.get(x.itemsize)
     if integers is None or type(x) not in (Tensor, nn.Parameter, nn.Buffer):
         return None
     return int(x.detach().view(integers).sum(dtype=torch.int64))

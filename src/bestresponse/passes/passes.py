@@ -1,7 +1,7 @@
 """Runs of a problem's losses without side effects: each starts from the same state, and everything is restored."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from types import TracebackType
@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from .._tree import Tree
 from ..batches import weighted
-from ..errors import EvaluationError, SecondDerivativeError, named
-from . import graph, random_state
+from ..errors import SecondDerivativeError, named
+from . import random_state
 from .checked_loss import checked_loss, refuse_not_finite
 from .embedding import dense_embeddings, has_max_norm
 from .foreign_parameters import foreign_parameters, warn_of_foreign_parameters
 from .forms import first_derivatives, second_derivatives
 from .module_state import LARGEST, ModuleState, places_of
-from .substitution import Losses, no_checkpoints, places
+from .substitution import Losses, no_checkpoints, places, refuse_captured
 from .two_losses import TwoLosses
 
 Buffers = dict[nn.Module, dict[str, Tensor | None]]
@@ -76,6 +76,7 @@ class Passes(Generic[P]):
         with self._stack:
             self._stack.enter_context(torch.inference_mode(False))
             self._stack.enter_context(dense_embeddings(self._training, self.twice))
+            self._stack.enter_context(problem.group.differentiating(self._training))
             self._buffers = {m: dict(m._buffers) for m in self._training if not isinstance(m, scripted)}
             self._live = problem.live()
             renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are restored below
@@ -135,9 +136,15 @@ class Passes(Generic[P]):
         finally:
             self._validating = False
 
-    def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """A context for running a loss, or a part of it; raises if that edits weights or hyperparameters."""
-        return self.problem.edits.over(name, {**self._fixed, **(weights or {})})
+        problem = self.problem
+        with (
+            problem.edits.over(name, {**self._fixed, **(weights or {})}),
+            problem.group.reading(self._training),
+        ):
+            yield
 
     def conclude(self) -> None:
         """Warn of foreign parameters in the losses, after the last pass."""
@@ -196,12 +203,12 @@ class Passes(Generic[P]):
         self._state.unfreeze()
         for p in self._live.values():  # a backward pass inside the loss also fills them
             p.grad = None
-        loss = checked_loss(name, loss)
+        loss = problem.group.joined(checked_loss(name, loss))
         if problem.edits.first and (foreign := foreign_parameters(problem, loss)):
             self._foreign[name] = foreign
         refuse_not_finite(name, loss)
         if weights is not None:
-            self._refuse_captured(name, loss, weights)
+            refuse_captured(name, loss, problem.weights, weights)
         return loss
 
     def carry(self, buffers: Buffers) -> None:
@@ -235,8 +242,10 @@ class Passes(Generic[P]):
                     copies[id(buffer)] = buffer.detach().clone()
                 module._buffers[name] = None if buffer is None else copies[id(buffer)]
         random_state.restore(self._replayed)
-        if self._number:
-            random_state.seed_all(int(torch.randint(2**62, ())) + self._number)
+        # The ranks of a group have the random states that their batches have as `Batches` of one process.
+        group = self.problem.group
+        if number := self._number * group.size + group.rank:
+            random_state.seed_all(int(torch.randint(2**62, ())) + number)
 
     def _restore(self) -> None:
         self._collect()
@@ -283,13 +292,3 @@ class Passes(Generic[P]):
         finally:
             for module, training in self._training.items():
                 module.training = training
-
-    def _refuse_captured(self, name: str, loss: Tensor, weights: Tree) -> None:
-        reached = graph.leaves(loss, until=weights.values())
-        captured = [key for key, w in self.problem.weights.items() if id(w) in reached]
-        if captured:
-            raise EvaluationError(
-                f"{name} must read the weights through its argument model, since this method puts other "
-                f"tensors in their place; it used the original {captured[:5]} as well. Replace the "
-                "captured module or parameter in the function by its argument."
-            )

@@ -21,13 +21,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from .._tree import Tree
 from ..batches import weighted
+from ..distributed import Group
+from ..errors import EvaluationError
 from . import graph
+from .moved_statistics import Updates, along_channels, paths_of
 from .norm_calls import Key, NormCalls, moving, of_batch, ordinary, out_of_sight
 from .passes import Passes
 
@@ -97,16 +98,22 @@ class Reading(NormCalls):
 
     def followed(self, inputs: Sequence[Tensor], weights: Tree | None = None) -> list[Tensor | None]:
         """(∂s/∂inputs)ᵀ s̄ in the training pass, or passes, at the live weights or at ``weights``."""
-        total: list[Tensor | None] = [None] * len(inputs)
         if not self._passes.statistics_follow:
-            return total
+            return [None] * len(inputs)
         self._tell_unseen()
         cotangents = {k: s for k, s in self._cotangents.items() if any(bool(x.any()) for x in s)}
         if not cotangents:
-            return total
+            return [None] * len(inputs)
+        group: Group = self._passes.problem.group
+        return group.mean(lambda: self._pulled(cotangents, inputs, weights), inputs)
+
+    def _pulled(
+        self, cotangents: dict[Key, tuple[Tensor, Tensor]], inputs: Sequence[Tensor], weights: Tree | None
+    ) -> list[Tensor | None]:
+        total: list[Tensor | None] = [None] * len(inputs)
         pieces, followed = weighted(self._batch), set[Key]()
         for number, (piece, _) in enumerate(pieces):
-            update = _Updates(self._passes)
+            update = Updates(self._passes)
             with self._passes.numbered(number), update:
                 loss = self._passes.train_loss(piece, weights)
             found, keys = update.pull(cotangents, inputs, (number, len(pieces)))
@@ -114,16 +121,53 @@ class Reading(NormCalls):
             total = [graph.plus(sofar, g) for sofar, g in zip(total, found, strict=True)]
             followed |= keys
             update.tell(cotangents)
-        names = _paths(self._passes)
+        names = paths_of(self._passes)
         self.norms = tuple(names.get(key[0], key[1]) for key in cotangents if key in followed)
         return total
+
+    @property
+    def places(self) -> list[Tensor]:
+        """The running statistics of all norms, for the ranks of a group, which send each other s̄."""
+        return [x for _, pair in self._norms for x in pair]
+
+    @property
+    def kept(self) -> list[Tensor | None]:
+        """s̄ for each of `places`, None where the loss has not read it; raises if the loss has read others."""
+        norms = self._norms
+        other = self._cotangents.keys() - {key for key, _ in norms}
+        if other and self._passes.problem.group.averages:
+            raise EvaluationError(
+                "with several processes, val_loss may read the running statistics of modules alone, from their buffers "
+                f"running_mean and running_var; got others, {[key[1] for key in other][:5]}. Use nn.BatchNorm."
+            )
+        return [x for key, _ in norms for x in self._cotangents.get(key, (None, None))]
+
+    def adopt(self, means: Sequence[Tensor | None]) -> None:
+        """Take the mean of s̄ over the ranks for each of `places`; nothing changes for one process alone."""
+        pairs = zip(self._norms, means[::2], means[1::2], strict=True)
+        self._cotangents |= {key: (x, y) for (key, _), x, y in pairs if x is not None and y is not None}
+
+    @property
+    def _norms(self) -> list[tuple[Key, tuple[Tensor, Tensor]]]:
+        """The running mean and variance of each module that has them; none for one process alone."""
+        if not self._passes.problem.group.averages:
+            return []
+        pairs = [
+            (module, buffers.get("running_mean"), buffers.get("running_var"))
+            for module, buffers in self._passes.buffers().items()
+        ]
+        return [
+            ((module, "running_mean", int(mean.storage_offset()), mean.shape), (mean, var))
+            for module, mean, var in pairs
+            if mean is not None and var is not None
+        ]
 
     def _tell_unseen(self) -> None:
         """Warn once of running statistics that move, and that the loss may have read where calls cannot be seen."""
         unseen = self._transformed | out_of_sight(self._passes.problem.model)
         unseen -= {module for module, *_ in self._cotangents}
         if unseen and self._passes.problem.val_mode == "eval":
-            names = _paths(self._passes)
+            names = paths_of(self._passes)
             self._passes.problem.warn_once(
                 "unseen statistics",
                 f"val_loss may read the running statistics of {sorted(names[m] for m in unseen)[:5]} where they cannot "
@@ -131,93 +175,6 @@ class Reading(NormCalls):
                 "constants, although training moves them. Give Problem the original module, or train "
                 "with these norms in eval mode.",
             )
-
-
-class _Update(NamedTuple):
-    input: Tensor
-    momentum: float
-    instances: bool
-    graph: bool
-
-
-class _Updates(NormCalls):
-    """The calls that move running statistics in a training pass."""
-
-    def __init__(self, passes: Passes[Any]) -> None:
-        super().__init__(passes)
-        self._calls: dict[Key, list[_Update]] = {}
-        self._read: set[Key] = set()
-
-    def norm(self, func: Any, call: dict[str, Any]) -> Any:
-        mean, x, momentum = call["running_mean"], call["input"], float(call.get("momentum", 0.1))
-        if ordinary(mean):
-            key = self.key(mean)
-            if not of_batch(func, call):
-                self._read.add(key)
-            elif momentum:
-                graph = torch.is_grad_enabled() and ordinary(x)
-                update = _Update(x, momentum, func in (F.instance_norm, torch.instance_norm), graph)
-                self._calls.setdefault(key, []).append(update)
-        return func(**call)
-
-    def pull(
-        self, cotangents: dict[Key, tuple[Tensor, Tensor]], inputs: Sequence[Tensor], batch: tuple[int, int]
-    ) -> tuple[list[Tensor | None], set[Key]]:
-        """(∂s/∂inputs)ᵀ s̄ of the batch with this number of so many, and the statistics that moved with a graph."""
-        outputs, grads, keys = [], [], set[Key]()
-        for key in filter(self._calls.__contains__, cotangents):
-            calls = self._calls[key]
-            for call, share in zip(calls, _shares(key, calls, *batch), strict=True):
-                if call.graph and call.input.requires_grad:
-                    outputs.append(call.input)
-                    grads.append(_of_input(call, *cotangents[key], share))
-                    keys.add(key)
-        if not outputs:
-            return [None] * len(inputs), keys
-        return list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True)), keys
-
-    def tell(self, cotangents: dict[Key, tuple[Tensor, Tensor]]) -> None:
-        """Warn once of statistics that move in a way that has no derivative here."""
-        problem, names = self._passes.problem, _paths(self._passes)
-        moved = [key for key in cotangents if key in self._calls]
-        if hidden := [k for k in moved if not all(call.graph for call in self._calls[k])]:
-            problem.warn_once(
-                "hidden statistics",
-                f"train_loss moves the running statistics of {[names.get(k[0], k[1]) for k in hidden][:5]} under "
-                "no_grad or in a transform of torch.func, where they cannot be followed: that part counts as "
-                "constant. Let that pass run with gradients, or with these norms in eval mode.",
-            )
-        if both := [k for k in moved if k in self._read]:
-            problem.warn_once(
-                "statistics of training",
-                f"train_loss reads the running statistics of {[names.get(k[0], k[1]) for k in both][:5]}, which it "
-                "also moves: its gradient and curvature treat them as constants. Normalise by the batch there.",
-            )
-
-
-def _shares(key: Key, calls: Sequence[_Update], number: int, count: int) -> list[float]:
-    """c_k of each call in a batch, times the share of that batch among so many."""
-    if isinstance(key[0], _NormBase) and key[0].momentum is None:
-        return [1.0 / (len(calls) * count)] * len(calls)
-    shares, left = [], 1.0
-    for call in reversed(calls):
-        shares.append(call.momentum * left)
-        left *= 1.0 - call.momentum
-    factor = left ** (count - 1 - number) / (1.0 - left**count)
-    return [share * factor for share in reversed(shares)]
-
-
-def _of_input(call: _Update, of_mean: Tensor, of_var: Tensor, share: float) -> Tensor:
-    """The derivative of ⟨s̄, (mean, unbiased variance)⟩ with respect to what a norm is called with."""
-    with torch.no_grad():
-        x = call.input.detach()
-        wide = x.to(torch.promote_types(x.dtype, of_mean.dtype))
-        over = list(range(2, x.ndim)) if call.instances else [0, *range(2, x.ndim)]
-        centred = wide - wide.mean(over, keepdim=True)
-        count = x.numel() // (x.shape[1] * (x.shape[0] if call.instances else 1))
-        factor = share * count * x.shape[1] / x.numel()  # the mean over instances
-        slope = _along(of_var, x) * (2.0 * factor / (count - 1))
-        return (centred * slope).add_(_along(of_mean, x) * (factor / count)).to(x.dtype)
 
 
 def _normalised(func: Any, call: dict[str, Any], mean: Tensor, var: Tensor) -> Tensor:
@@ -237,7 +194,7 @@ def _normalised(func: Any, call: dict[str, Any], mean: Tensor, var: Tensor) -> T
         return outputs
     y: Tensor = func(**{**call, "bias": None})
     with _saved_here():  # a weight would be one more saved tensor
-        return y * _along(scale, y).to(y.dtype) + _along(shift, y).to(y.dtype)
+        return y * along_channels(scale, y).to(y.dtype) + along_channels(shift, y).to(y.dtype)
 
 
 @contextmanager
@@ -251,14 +208,3 @@ def _saved_here() -> Iterator[None]:
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def _along(of_channels: Tensor, x: Tensor) -> Tensor:
-    return of_channels.view(1, -1, *(1,) * (x.ndim - 2))
-
-
-def _paths(passes: Passes[Any]) -> dict[nn.Module | None, str]:
-    """Where each module is."""
-    problem = passes.problem
-    modules = (pair for root in (problem.hyper, problem.model) for pair in root.named_modules())
-    return {module: name or type(module).__name__ for name, module in modules}

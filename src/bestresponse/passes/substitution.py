@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, EvaluationError
+from . import graph
 from .embedding import has_max_norm
 
 Loss = Callable[[Any, Any, Any], Tensor]
@@ -65,4 +66,18 @@ def refuse_max_norm(model: nn.Module, who: str) -> None:
         raise ArgumentError(
             f"{who} replaces the weights by other values and needs embeddings without max_norm, which edits "
             f"them outside the graph; got {bounded[:5]} with it. Normalise the looked-up rows in the model's forward."
+        )
+
+
+def refuse_captured(
+    name: str, loss: Tensor, originals: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> None:
+    """Raise if a loss depends on original weights, whose place others take."""
+    reached = graph.leaves(loss, until=weights.values())
+    captured = [key for key, w in originals.items() if id(w) in reached]
+    if captured:
+        raise EvaluationError(
+            f"{name} must read the weights through its argument model, since this method puts other "
+            f"tensors in their place; it used the original {captured[:5]} as well. Replace the "
+            "captured module or parameter in the function by its argument."
         )

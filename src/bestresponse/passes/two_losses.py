@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ..distributed import Group
 from .edits import Edits
 
 
@@ -14,6 +15,7 @@ class TwoLosses(Protocol):
     Attributes:
         weights, hyperparameters: the live parameters by name.
         edits: compares both before and after the passes.
+        group: the processes over which derivatives are the mean.
     """
 
     model: nn.Module
@@ -21,6 +23,7 @@ class TwoLosses(Protocol):
     train_loss: Any
     val_loss: Any
     edits: Edits
+    group: Group
     weights: dict[str, nn.Parameter]
     hyperparameters: dict[str, nn.Parameter]
 

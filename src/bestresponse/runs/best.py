@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Literal
 
-from ..errors import ArgumentError, require_integer
+from ..errors import ArgumentError, require_integer, require_text
 from .run import Run
+from .schema import count, maybe, of, record
 
 
 class KeepBest:
@@ -21,6 +22,7 @@ class KeepBest:
     """
 
     def __init__(self, key: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
+        require_text("KeepBest.key", key)
         _check_mode("KeepBest", mode)
         self.key, self.mode = key, mode
         self.row: dict[str, Any] | None = None
@@ -41,6 +43,7 @@ class KeepBest:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`."""
+        record(row=maybe(of(dict)), model=of(dict), hyper=of(dict))("the state of KeepBest", state)
         self.row, self._model, self._hyper = state["row"], state["model"], state["hyper"]
 
     def restore(self, tuner: Run) -> None:
@@ -67,6 +70,7 @@ class EarlyStopping:
     def __init__(
         self, key: str = "val_loss", patience: int = 20, mode: Literal["min", "max"] = "min"
     ) -> None:
+        require_text("EarlyStopping.key", key)
         _check_mode("EarlyStopping", mode)
         require_integer("EarlyStopping.patience", patience, 1)
         self.key, self.patience, self.mode = key, patience, mode
@@ -91,6 +95,7 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`."""
+        record(best=maybe(of(dict)), waited=count)("the state of EarlyStopping", state)
         stopped = state["waited"] >= self.patience  # a run that goes on after it was stopped waits anew
         self._best, self._waited = state["best"], 0 if stopped else state["waited"]
 
@@ -100,7 +105,7 @@ class EarlyStopping:
 
 
 def _check_mode(name: str, mode: str) -> None:
-    if mode not in ("min", "max"):
+    if not isinstance(mode, str) or mode not in ("min", "max"):
         raise ArgumentError(f'{name}.mode must be "min" or "max"; got {mode!r}.')
 
 

@@ -1,252 +1,249 @@
 """Save and load a whole run: one file, written atomically, from which it continues as if it had not stopped."""
 
 import contextlib
-import os
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from ..errors import ArgumentError, BestResponseWarning
-from ..memory import MethodState, settings_of
+from .._files import as_path, previous_of, replacing
+from ..distributed import Group
+from ..errors import ArgumentError, BestResponseWarning, Error, FileError
 from ..passes import random_state
-from .run import SavedRun
+from .plain_data import as_data
+from .recovery import Recovering
+from .schema import RANKS, SAVED_RUN, Mismatch
+from .state import check_state, has_state, restore_state, state_of
 
 _FORMAT = 3
 _PROGRESS = ("hyper_step", "weight_step", "history")
-_SETTINGS = ("weight_steps", "warmup_steps", "clip_weights", "policy", "seed")
-_MODULES = ("model", "hyper")
-_PARTS = ("weight_optimizer", "hyper_optimizer", "weight_scheduler", "hyper_scheduler")
+_SETTINGS = (
+    "weight_steps",
+    "warmup_steps",
+    "clip_weights",
+    "clip_hypergradient",
+    "policy",
+    "max_rise",
+    "seed",
+)
 
 
-def save(tuner: SavedRun, path: str | Path) -> None:
-    """Write everything that ``tuner`` needs to continue; see `Tuner.save`."""
-    problem = tuner.problem
+def save(tuner: Recovering, path: str | Path, previous: bool = False) -> None:
+    """Write everything that ``tuner`` needs to continue; see `Tuner.save`.
+
+    Args:
+        tuner: the run.
+        path: the file.
+        previous: whether to keep the old file as ``path.previous``.
+    """
+    group = tuner.problem.group
+    if group.sharded or group.own:
+        got = (
+            "sharded weights (fully_shard)"
+            if group.sharded
+            else "a table of each rank's own, Weights(sharded=True)"
+        )
+        raise ArgumentError(
+            f"Tuner.save needs all weights and hyperparameters on rank 0; got {got}. Save the state dicts of model, "
+            "hyper and both optimisers on each rank, for example with torch.distributed.checkpoint."
+        )
     # A loaded run that has not continued yet is still at its saved position.
     where = tuner.resumed or {
         "streams": {name: stream.state() for name, stream in tuner.streams.items()},
         "random": random_state.snapshot(),
     }
+    first, *others = group.gather(as_data(where, "streams"))
+    failed = group.together(lambda: None if group.rank else _write(tuner, first, others, path, previous))
+    # All ranks fail alike, so that the policy is the same on each.
+    messages = group.gather("" if failed is None else str(failed))
+    if failed is not None:
+        raise failed
+    if messages[0]:
+        raise FileError(messages[0])
+
+
+def _write(
+    tuner: Recovering, where: dict[str, Any], others: list[dict[str, Any]], path: str | Path, previous: bool
+) -> FileError | None:
+    """Write the file, and return the error if that is not possible.
+
+    ``where`` has the batches' position and the random state of rank 0, ``others`` of the rest.
+    """
     content: dict[str, Any] = {
         "bestresponse": _FORMAT,
-        "modules": {name: _module_state(getattr(problem, name)) for name in _MODULES},
-        "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
-        "method": {
-            "settings": settings_of(tuner.method),
-            "states": {name: vars(problem.state(part)) for name, part in _remembering(tuner).items()},
-        },
+        **state_of(tuner),
+        "last_good": tuner.last_good.state_dict(),
         "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         "settings": {name: getattr(tuner, name) for name in _SETTINGS},
+        "ranks": others,
         **where,
     }
-    content = {name: _as_data(value, name) for name, value in content.items()}
-    path = Path(path)
-    if not path.name:
-        raise ArgumentError(f"Tuner.save needs a path of a file that can be written; got {str(path)!r}.")
-    part = path.with_name(f".{path.name}.part")
+    content = {name: as_data(value, name) for name, value in content.items()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
+        with replacing(path, "Tuner.save", previous) as file, _checksums():
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise ArgumentError(
-            f"Tuner.save needs a path of a file that can be written; got {str(path)!r}: {error.strerror}."
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    except FileError as error:
+        return error
+    return None
 
 
-def load(tuner: SavedRun, path: str | Path) -> None:
-    """Restore the saved run in ``tuner``; see `Tuner.load`."""
+def load(tuner: Recovering, path: str | Path) -> None:
+    """Restore the saved run in ``tuner``, or change nothing; see `Tuner.load`."""
     content = _read(path)
-    problem, parts, stateful = tuner.problem, _parts(tuner), _stateful(tuner)
-    for name in _MODULES:
-        _check_module(name, getattr(problem, name), content["modules"][name])
-    kinds = {name: type(part).__name__ for name, part in parts.items()}
-    saved = {name: kind for name, (kind, _) in content["parts"].items()}
-    if kinds != saved:
-        raise ArgumentError(
-            f"the tuner must be made like the saved one, with {saved}; got {kinds}. Make it in the same way."
-        )
-    differing = [f"{n}={x!r}" for n, x in content["settings"].items() if getattr(tuner, n) != x]
+    check_state(tuner, content)
+    for state in content["last_good"]["states"]:
+        check_state(tuner, state)
+    differing = [f"{n}={x!r}" for n, x in content["settings"].items() if getattr(tuner, n, x) != x]
     if differing:
         warnings.warn(
             f"the run continues with this tuner's settings; the saved one had {', '.join(differing)}.",
             BestResponseWarning,
             stacklevel=3,
         )
-    _load_parts(parts, {name: state for name, (_, state) in content["parts"].items()})
-    for name in _MODULES:
-        _load_module(getattr(problem, name), content["modules"][name])
-    _load_method(tuner, content["method"])
-    for name in _PROGRESS:
-        setattr(tuner, name, content["progress"][name])
-    tuner.streams.clear()
-    tuner.resumed = {"streams": content["streams"], "random": content["random"]}
-    waiting = list(content["callbacks"])
-    for callback in stateful:
+    with _all_or_nothing(tuner):
+        restore_state(tuner, content, stacklevel=5)
+        _load_callbacks(tuner, content["callbacks"])
+        for name in _PROGRESS:
+            setattr(tuner, name, content["progress"][name])
+        tuner.last_good.load_state_dict(content["last_good"])
+        tuner.streams.clear()
+        tuner.resumed = _place(content, tuner.problem.group)
+
+
+def _place(content: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """The position in the batches and the random state of this rank; a new round if there were more or fewer ranks."""
+    ranks = [{name: content[name] for name in ("streams", "random")}, *content.get("ranks", [])]
+    if len(ranks) == group.size:
+        return dict(ranks[group.rank])
+    warnings.warn(
+        f"the run was saved by {len(ranks)} processes and continues on {group.size}: each has other batches, so a new "
+        "round of them begins.",
+        BestResponseWarning,
+        stacklevel=5,
+    )
+    if group.rank < len(ranks):
+        return {"streams": {}, "random": ranks[group.rank]["random"]}
+    before = random_state.snapshot()
+    random_state.restore(ranks[0]["random"])
+    random_state.seed_all(int(torch.randint(2**62, ())) + group.rank)
+    state = random_state.snapshot()
+    random_state.restore(before)
+    return {"streams": {}, "random": state}
+
+
+def _load_callbacks(tuner: Recovering, saved: list[Any]) -> None:
+    waiting = list(saved)
+    for callback in _stateful(tuner):
         found = next((x for x in waiting if x[0] == type(callback).__name__), None)
         if found is not None:
             waiting.remove(found)
             callback.load_state_dict(found[1])
 
 
-def _parts(tuner: SavedRun) -> dict[str, Any]:
-    """Optimisers and schedulers, and a function that moves the weights if it has a state."""
-    parts = {name: getattr(tuner, name) for name in _PARTS}
-    return {name: part for name, part in parts.items() if _has_state(name, part)}
-
-
-def _remembering(tuner: SavedRun) -> dict[str, object]:
-    """The method and its parts that have a state on the problem."""
-    return {"method": tuner.method, **tuner.method.parts_that_remember()}
-
-
-def _stateful(tuner: SavedRun) -> list[Any]:
-    return [c for c in tuner.callbacks if _has_state("the callback", c)]
-
-
-def _has_state(name: str, part: object) -> bool:
-    """Whether it has a state to save and load.
-
-    Raises:
-        ArgumentError: it can only be saved, or only be loaded.
-    """
-    has, lacks = "state_dict", "load_state_dict"
-    if not hasattr(part, has):
-        has, lacks = lacks, has
-    if hasattr(part, has) and not hasattr(part, lacks):
+@contextmanager
+def _all_or_nothing(tuner: Recovering) -> Iterator[None]:
+    """After an error or an interrupt, the run is as it was."""
+    state = deepcopy(state_of(tuner))
+    callbacks = [(c, deepcopy(c.state_dict()), dict(getattr(c, "__dict__", {}))) for c in _stateful(tuner)]
+    progress = {name: getattr(tuner, name) for name in (*_PROGRESS, "resumed")}
+    streams, good = dict(tuner.streams), tuner.last_good.state_dict()
+    try:
+        yield
+    except BaseException as error:
+        restore_state(tuner, state)
+        for callback, own, attributes in callbacks:
+            callback.load_state_dict(own)
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+        for name, value in progress.items():
+            setattr(tuner, name, value)
+        tuner.streams.update(streams)
+        tuner.last_good.load_state_dict(good)
+        if isinstance(error, Error) or not isinstance(error, Exception):
+            raise
         raise ArgumentError(
-            f"{name} must have both state_dict and load_state_dict, or neither; {type(part).__name__} has only {has}. "
-            f"Add {lacks}, or leave both out if it has no state."
-        )
-    return hasattr(part, has)
+            f"Tuner.load needs a file of a run like this one; it could not restore it ({type(error).__name__}: "
+            f"{error}), and changed nothing. Make the tuner in the same way."
+        ) from error
 
 
-def _load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """All of them or none."""
-    before: list[tuple[Any, Any]] = []
-    for name, part in parts.items():
-        earlier = part.state_dict()
-        try:
-            part.load_state_dict(states[name])
-        except (ValueError, KeyError) as error:
-            for other, state in before:
-                other.load_state_dict(state)
-            raise ArgumentError(f"{name} must be like the saved one: {error}") from error
-        before.append((part, earlier))
+def _stateful(tuner: Recovering) -> list[Any]:
+    return [c for c in tuner.callbacks if has_state("the callback", c)]
 
 
-def _as_data(value: Any, place: str) -> Any:
-    """The same data as tensors and Python's own types, which can be read without running code.
-
-    Raises:
-        ArgumentError: the data holds something else; the message names the place.
-    """
-    if value is None or isinstance(value, bytes | Tensor | torch.Size | torch.dtype | torch.device):
-        return value
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):  # NumPy's float64 and enumerations of texts are subclasses
-            return value if type(value) is kind else kind(value)
-    if isinstance(value, dict):
-        data = {_as_data(k, place): _as_data(x, f"{place}[{k!r}]") for k, x in value.items()}
-        # A module's state keeps versions in an attribute; a counter or a default dict keeps its kind.
-        unchanged = all(data.get(k) is x for k, x in value.items())
-        return value if unchanged and type(value) in (OrderedDict, Counter) else data
-    if type(value) in (list, tuple):
-        return type(value)(_as_data(x, f"{place}[{i}]") for i, x in enumerate(value))
-    if isinstance(value, set | frozenset):
-        return set(_as_data(sorted(value), place))
-    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
-        return _as_data(value.tolist(), place)
-    raise ArgumentError(
-        f"Tuner.save can write only tensors and plain data (numbers, texts, lists, dicts); got a "
-        f"{type(value).__name__} at {place}. Leave it out of that state_dict, or convert it to plain data."
-    )
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Torch writes the checksums of the parts, also if somebody turned them off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    advice = f"Tuner.load needs a file written by Tuner.save; got {str(path)!r}"
-    if not Path(path).is_file():
-        raise ArgumentError(f"{advice}, which does not exist.")
+    """The content of a file, or of the file before it if that one is missing or damaged."""
+    path = as_path("Tuner.load's path", path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # any error from reading another kind of file
-        raise ArgumentError(
-            f"{advice}, which cannot be read: {str(error) or type(error).__name__}"
-        ) from error
-    if not isinstance(content, dict) or content.get("bestresponse") != _FORMAT or "random" not in content:
-        raise ArgumentError(f"{advice}, which is something else.")
-    return content
-
-
-def _module_state(module: nn.Module) -> dict[str, Any]:
-    """The state dict, and the buffers that it leaves out."""
-    state = module.state_dict()
-    return {"state": state, "buffers": {n: b for n, b in module.named_buffers() if n not in state}}
-
-
-def _check_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> None:
-    present, stored = _shapes(module.state_dict()), _shapes(saved["state"])
-    if present != stored:
-        differing = sorted(n for n in present.keys() | stored.keys() if present.get(n) != stored.get(n))
-        raise ArgumentError(
-            f"{name} must have the saved tensors; it differs in {differing[:5]}. Make it in the same way."
-        )
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: (x.shape, x.dtype) if isinstance(x, Tensor) else None for n, x in state.items()}
-
-
-@torch.no_grad()
-def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    module.load_state_dict(saved["state"])
-    for name, value in saved["buffers"].items():
-        place, _, leaf = name.rpartition(".")
-        with contextlib.suppress(AttributeError):
-            owner = module.get_submodule(place)
-            before = owner._buffers.get(leaf)
-            if before is not None and before.shape == value.shape:
-                before.copy_(value)  # in place: it may be shared
-            else:
-                owner._buffers[leaf] = value if before is None else value.to(before.device)
-
-
-def _load_method(tuner: SavedRun, saved: Mapping[str, Any]) -> None:
-    problem = tuner.problem
-    if saved["settings"] != settings_of(tuner.method):
+        return _read_alone(path)
+    except FileError as error:
+        try:
+            previous = previous_of(path)
+            content = _read_alone(previous)
+        except (FileError, ValueError):  # or the path has a null character
+            raise error from None
         warnings.warn(
-            f"the method's state is not restored, since its settings differ: saved by {saved['settings']}, "
-            f"got {settings_of(tuner.method)}.",
+            f"{error} The file before it is loaded, {previous.name!r}, from hyper-step "
+            f"{content['progress']['hyper_step']}.",
             BestResponseWarning,
             stacklevel=4,
         )
-        problem.forget(tuner.method)
-        return
-    place = next(iter(problem.weights.values())).device
-    for name, part in _remembering(tuner).items():
-        state = _placed(saved["states"].get(name, {}), problem.weights, place)
-        problem.remember(part, MethodState(**state))
+        return content
 
 
-def _placed(value: Any, weights: Mapping[str, Tensor], place: torch.device) -> Any:
-    """The same data with its tensors on the device of the weights."""
-    if isinstance(value, Tensor):
-        return value.to(place)
-    if isinstance(value, dict):
-        return {
-            k: _placed(x, weights, weights[k].device if k in weights else place) for k, x in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return type(value)(_placed(x, weights, place) for x in value)
-    return value
+def _read_alone(path: str | Path) -> dict[str, Any]:
+    """The content of a file whose checksums and form are right.
+
+    Raises:
+        FileError: the file is missing, damaged, or something else.
+    """
+    advice = f"Tuner.load needs a file written by Tuner.save; got {str(path)!r}"
+    if not _is_file(path):
+        raise FileError(f"{advice}, which does not exist.")
+    try:
+        with Path(path).open("rb") as file:
+            # torch does not verify the checksums.
+            with zipfile.ZipFile(file) as parts:
+                damaged = parts.testzip()
+            file.seek(0)
+            content = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # any error from reading another kind of file
+        raise FileError(
+            f"{advice}, which cannot be read, since it is damaged or of another kind: "
+            f"{str(error) or type(error).__name__}."
+        ) from error
+    if damaged:
+        raise FileError(f"{advice}, which cannot be read: its part {damaged!r} is damaged.")
+    if isinstance(content, dict):
+        content.setdefault("last_good", {"states": [], "failed": False})  # absent in older files
+    if not isinstance(content, dict) or content.get("bestresponse") != _FORMAT:
+        raise FileError(f"{advice}, which is something else.")
+    try:
+        SAVED_RUN("the file", content)
+        RANKS("the other processes", content.get("ranks", []))
+    except Mismatch as error:
+        raise FileError(f"{advice}, which is something else: {error}.") from error
+    return content
+
+
+def _is_file(path: str | Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # a null character
+        return Path(path).is_file()
+    return False

@@ -1,9 +1,14 @@
 """Steps of the hyperparameters along the hypergradient in their ``.grad``."""
 
+from typing import Any
+
 from torch.optim import Optimizer
 
 from ..hyperparameters import Bounded, Shrinking
+from ..passes.embedding import clip_gradients
 from ..problem import Problem
+from .events import add_event
+from .summary import Summary
 from .weight_steps import FirstSettings
 
 
@@ -18,9 +23,13 @@ class HyperSteps:
 
     def __init__(self, problem: Problem, optimizer: Optimizer) -> None:
         self.problem, self._first = problem, FirstSettings(optimizer)
+        self.summary = Summary(problem)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Make a step; ``.grad`` is empty afterwards."""
+    def step(self, optimizer: Optimizer, clip: float | None, row: dict[str, Any]) -> None:
+        """Make a step along the hypergradient of a row of the history; ``.grad`` is empty afterwards."""
+        if clip is not None and row["hypergradient_norm"] > clip:
+            clip_gradients(list(self.problem.hyperparameters.values()), clip)
+            add_event(row, "hypergradient clipped", f"its norm was {row['hypergradient_norm']:.4g}")
         optimizer.step()
         modules = list(self.problem.hyper.modules())
         factors = self._factors(optimizer)

@@ -1,11 +1,21 @@
 """Checks of the optimisers and settings of `Tuner`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    require,
+    require_function,
+    require_integer,
+    require_number,
+    require_parameters,
+)
 from ..hyperparameters import Kinked, Weights
 from ..hyperparameters.orthant import fitting
 from ..problem import Problem
@@ -14,23 +24,42 @@ from ..problem import Problem
 def check_settings(
     weight_steps: int,
     warmup_steps: int,
-    clip_weights: float | None,
+    clips: Mapping[str, float | None],
+    max_rise: float | None,
     policy: str,
     schedulers: Mapping[str, object],
 ) -> None:
     """Raise if an argument of `Tuner` is out of its range."""
-    if weight_steps < 1 or warmup_steps < 0:
-        raise ArgumentError(
-            "Tuner needs weight_steps ≥ 1 and warmup_steps ≥ 0; got "
-            f"weight_steps={weight_steps!r}, warmup_steps={warmup_steps!r}."
-        )
-    if clip_weights is not None and not clip_weights > 0:
-        raise ArgumentError(f"Tuner.clip_weights must be positive, or None; got {clip_weights!r}.")
+    require_integer("Tuner.weight_steps", weight_steps, 1)
+    require_integer("Tuner.warmup_steps", warmup_steps, 0)
+    for name, clip in clips.items():
+        if clip is not None:
+            require_number(f"Tuner.{name}", clip)
+            require(clip > 0, f"Tuner.{name}", "positive, or None", clip)
+    if max_rise is not None:
+        require_number("Tuner.max_rise", max_rise)
+        require(max_rise > 1, "Tuner.max_rise", "above 1, or None", max_rise)
     for name, scheduler in schedulers.items():
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise ArgumentTypeError(f"Tuner.{name} must be a learning-rate scheduler; got {scheduler!r}.")
-    if policy not in ("warn", "raise", "skip"):
-        raise ArgumentError(f'Tuner.policy must be "warn", "raise" or "skip"; got {policy!r}.')
+    if not isinstance(policy, str) or policy not in ("warn", "raise", "skip", "return"):
+        raise ArgumentError(f'Tuner.policy must be "warn", "raise", "skip" or "return"; got {policy!r}.')
+
+
+def as_callbacks(callbacks: object) -> list[Any]:
+    """A list of functions of the tuner.
+
+    Raises:
+        ArgumentTypeError: it is something else, for example a single function.
+    """
+    if not isinstance(callbacks, Iterable) or isinstance(callbacks, str | bytes | Tensor | Mapping):
+        raise ArgumentTypeError(
+            f"Tuner.callbacks must be a list of functions; got {callbacks!r}. Pass [callback] for a single one."
+        )
+    functions = list(callbacks)
+    for function in functions:
+        require_function("a callback", function, "tuner")
+    return functions
 
 
 def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
@@ -43,6 +72,7 @@ def check_weight_optimizer(problem: Problem, optimizer: object) -> None:
                 "the weight optimiser must be a torch optimiser or a function (problem, batch) -> None; "
                 f"got {optimizer!r}."
             )
+        require_parameters("the weight optimiser", optimizer, "problem, batch")
         return
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentTypeError(

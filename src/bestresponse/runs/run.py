@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.optim import Optimizer
+
 from ..memory import Remembering
 from ..problem import Problem
 from .streams import Stream
@@ -15,12 +17,17 @@ class Run(Protocol):
         history: a dict for each hyper-step.
         hyper_step, last_hyper_step: the number of hyper-steps made, and the number at which `Tuner.fit` ends.
         stopped: the reason given to `stop`; None while the run continues.
+        policy: what to do when something fails, as for `Tuner`.
     """
 
     history: list[dict[str, Any]]
     hyper_step: int
     last_hyper_step: int
     stopped: str | None
+
+    @property
+    def policy(self) -> str:
+        """What to do when something fails."""
 
     @property
     def problem(self) -> Problem:
@@ -39,10 +46,15 @@ class SavedRun(Run, Protocol):
     Attributes:
         streams: the collections of batches by name.
         resumed: positions and random state of a loaded run that has not continued yet; else None.
+        weight_step: the number of weight steps made.
+        hyper_optimizer, hyper_scheduler: what moves the hyperparameters.
     """
 
     streams: dict[str, Stream]
     resumed: dict[str, Any] | None
+    weight_step: int
+    hyper_optimizer: Optimizer
+    hyper_scheduler: Any
 
     @property
     def method(self) -> Remembering:

@@ -1,8 +1,10 @@
 """The batches of a collection in repeated rounds, with a position that can be saved and restored."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from ..batches import Batches
 from ..errors import ArgumentError, ArgumentTypeError, BestResponseWarning
@@ -20,6 +22,10 @@ class Stream:
         if not isinstance(batches, Iterable):
             raise ArgumentTypeError(
                 f"{name} must be a collection of batches; got {type(batches).__name__}. Pass a DataLoader or a list."
+            )
+        if isinstance(batches, str | bytes | Mapping) or (isinstance(batches, Tensor) and not batches.ndim):
+            raise ArgumentTypeError(
+                f"{name} must be a collection of batches; got a {type(batches).__name__}. Pass [batch] for one batch."
             )
         if isinstance(batches, Batches):
             raise ArgumentTypeError(
@@ -58,8 +64,9 @@ class Stream:
         """The position of the stream, as data that can be saved."""
         if self._iterator is None:
             return {}
-        if self._keeps_position():
-            return {"loader": self.batches.state_dict()}  # type: ignore[attr-defined]
+        position = self._position()
+        if position is not None:
+            return {"loader": position}
         if getattr(self.batches, "persistent_workers", False):
             warnings.warn(
                 f"{self.name} has persistent workers, whose state cannot be restored: from the second round "
@@ -95,8 +102,17 @@ class Stream:
         self._opening = {"shared": random_state.snapshot(), "own": random_state.states_of(self._generators())}
         self._iterator, self._taken = iter(self.batches), 0
 
-    def _keeps_position(self) -> bool:
-        return all(callable(getattr(self.batches, name, None)) for name in ("state_dict", "load_state_dict"))
+    def _position(self) -> Any:
+        """The position that the collection keeps itself; None if it keeps none."""
+        batches: Any = self.batches
+        if not all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict")):
+            return None
+        try:
+            return batches.state_dict()
+        except (
+            AttributeError
+        ):  # accelerate's loader has the method, but a state only if the inner loader has one
+            return None
 
     def _generators(self) -> dict[str, Any]:
         return random_state.generators(self.batches)

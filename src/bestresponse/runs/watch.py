@@ -10,8 +10,10 @@ import torch
 
 from ..batches import length_of, weighted
 from ..errors import ArgumentError, BestResponseWarning, require_integer
+from ..problem import Problem
 from .best import KeepBest
 from .run import Run
+from .schema import each, of, record
 from .streams import Stream
 
 
@@ -73,18 +75,26 @@ class Watch(KeepBest):
         Raises:
             ArgumentError: there is no batch.
         """
-        problem, total, count = tuner.problem, 0.0, 0
-        with problem.undisturbed(twice=False) as passes, passes.validating(), torch.no_grad():
+        problem = tuner.problem
+        total, count = problem.group.together(lambda: self._own(problem))
+        if not count:
+            raise ArgumentError(
+                "watch must hold at least one batch; got none. Is drop_last dropping all of it?"
+            )
+        sums = problem.group.mean_of({"total": total, "count": count})
+        return sums["total"] / sums["count"]
+
+    def _own(self, problem: Problem) -> tuple[float, float]:
+        """The sum of the losses over the examples of this process, and their number."""
+        total, count = 0.0, 0.0
+        reading = problem.group.reading((*problem.model.modules(), *problem.hyper.modules()))
+        with problem.undisturbed(twice=False) as passes, passes.validating(), torch.no_grad(), reading:
             for batch in self.batches:
                 size = sum(length_of(piece) or 1 for piece, _ in weighted(batch))
                 for piece, weight in weighted(batch):
                     total += size * weight * float(problem.val_loss(problem.model, problem.hyper, piece))
                 count += size
-        if not count:
-            raise ArgumentError(
-                "watch must hold at least one batch; got none. Is drop_last dropping all of it?"
-            )
-        return total / count
+        return total, count
 
     def _message(self, best: Mapping[str, Any], row: Mapping[str, Any]) -> str:
         return (
@@ -103,6 +113,8 @@ class Watch(KeepBest):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
+        numbers = each(of(int, float))
+        record(recent=numbers, means=numbers, warned=of(bool))("the state of Watch", state)
         self._recent, self._means = list(state["recent"]), list(state["means"])
         self._warned = state["warned"]
 

@@ -2,19 +2,22 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import _tree
 from ..batches import weighted
 from ..hyperparameters import orthant_wise
 from ..passes.checked_loss import checked_loss
 from ..passes.embedding import clip_gradients
+from ..passes.foreign_errors import foreign_errors_told
 from ..problem import Problem
+from .events import add_event
 from .requirements import penalties_at_zero
 
 WeightStep = Callable[[Problem, Any], None]
@@ -31,34 +34,95 @@ class WeightSteps:
 
     def __init__(self, problem: Problem, optimizer: Optimizer | WeightStep) -> None:
         self.problem, self._first = problem, FirstSettings(optimizer)
+        self._skipped = 0
         self._penalties = [(single.model, penalties_at_zero(single)) for single in problem.singles]
 
-    def step(self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None) -> Tensor:
-        """Make a step, and return the training loss before it, or after it if a function makes the step."""
+    def step(
+        self, optimizer: Optimizer | WeightStep, batch: Any, clip: float | None, skips: bool = False
+    ) -> Tensor:
+        """Make a step, and return the training loss before it, or after it if a function makes the step.
+
+        If the policy ``skips``, a step of an optimiser with a loss or a gradient that is not finite is left out,
+        and the loss is NaN.
+        """
         problem = self.problem
         if not isinstance(optimizer, Optimizer):
             optimizer(problem, batch)
             with problem.undisturbed(twice=False) as passes:
-                return passes.train_loss(batch).detach()
+                (loss,) = problem.group.mean(
+                    lambda: [passes.train_loss(batch).detach()], [_tree.number(problem.weights)], batch
+                )
+                assert loss is not None
+                return loss
         weights = list(problem.weights.values())
         optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for piece, weight in weighted(batch):
-            loss = weight * checked_loss(
-                "train_loss", problem.train_loss(problem.model, problem.hyper, piece)
-            )
-            # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
-            torch.autograd.backward(loss, inputs=weights)
-            losses.append(loss.detach())
-        with ExitStack() as stack:
-            for model, penalties in self._penalties:
-                stack.enter_context(orthant_wise(model, *penalties))
+        buffers = [(b, b.clone()) for b in self._buffers()] if skips else []
+        with foreign_errors_told("Use smaller batches, or Batches of smaller pieces."):
+            loss = self._differentiate(weights, batch)
+        if skips and _tree.not_finite({"loss": loss, **_gradients(problem.weights)}):
+            self._skipped += 1
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)  # a batch that is not finite spoils running statistics
+            optimizer.zero_grad(set_to_none=True)
+            return torch.full_like(loss, torch.nan)
+        with self.in_orthants():
             if clip is not None:
                 clip_gradients(weights, clip)
             optimizer.step()
         # A gradient kept until the next step would take memory during the hypergradient.
         optimizer.zero_grad(set_to_none=True)
-        return torch.stack(losses).sum()
+        return loss
+
+    def _differentiate(self, weights: list[nn.Parameter], batch: Any) -> Tensor:
+        """Put the training gradient into ``.grad`` of the weights, and return the loss; both are means over ranks."""
+        problem = self.problem
+        statistics = _running_statistics(problem)
+
+        def own() -> list[Tensor | None]:
+            losses = []
+            modules = (*problem.model.modules(), *problem.hyper.modules())
+            with problem.group.differentiating(modules):
+                for piece, weight in weighted(batch):
+                    with problem.group.reading(modules):
+                        loss = problem.train_loss(problem.model, problem.hyper, piece)
+                    loss = weight * problem.group.joined(checked_loss("train_loss", loss))
+                    # With inputs, ∂L_T/∂λ is not computed, and .grad of the hyperparameters stays free of it.
+                    torch.autograd.backward(loss, inputs=weights)
+                    losses.append(loss.detach())
+            return [torch.stack(losses).sum(), *(w.grad for w in weights), *statistics]
+
+        like = [_tree.number(problem.weights), *weights, *statistics]
+        loss, *means = problem.group.mean(own, like, batch)
+        assert loss is not None
+        if problem.group.averages:
+            for w, grad in zip(weights, means, strict=False):
+                w.grad = grad
+            for buffer, mean in zip(statistics, means[len(weights) :], strict=True):
+                buffer.copy_(buffer if mean is None else mean)
+        return loss
+
+    @property
+    def holds_weights_at_zero(self) -> bool:
+        """Whether a penalty has a kink at zero."""
+        return any(penalties for _, penalties in self._penalties)
+
+    @contextmanager
+    def in_orthants(self) -> Iterator[None]:
+        """A context for an optimiser's step, and for clipping before it, in which ℓ1 penalties hold weights at zero."""
+        with ExitStack() as stack:
+            for model, penalties in self._penalties:
+                stack.enter_context(orthant_wise(model, *penalties))
+            yield
+
+    def tell(self, row: dict[str, Any]) -> None:
+        """Add the steps that were left out since the last call to a row of the history."""
+        if self._skipped:
+            add_event(row, "weight steps skipped", f"{self._skipped} since a loss or gradient was not finite")
+        self._skipped = 0
+
+    def _buffers(self) -> list[Tensor]:
+        return [*self.problem.model.buffers(), *self.problem.hyper.buffers()]
 
     @contextmanager
     def afresh(self, optimizer: Optimizer | WeightStep) -> Iterator[Optimizer | WeightStep]:
@@ -79,6 +143,15 @@ class WeightSteps:
             _set_groups(optimizer, kept[1])
 
 
+def _running_statistics(problem: Problem) -> list[Tensor]:
+    """The running statistics of norms, whose means over the ranks all ranks go on with; none for one process."""
+    if not problem.group.averages:
+        return []
+    names = ("running_mean", "running_var")
+    found = [m._buffers.get(name) for m in problem.model.modules() for name in names]
+    return [x for x in found if x is not None]
+
+
 class FirstSettings:
     """The parameter groups of an optimiser before a scheduler changed a rate (some do so when they are created)."""
 
@@ -88,6 +161,10 @@ class FirstSettings:
     def of(self, optimizer: object) -> list[dict[str, Any]]:
         """The groups of this optimiser; those that it has now if it was assigned later."""
         return self._groups if optimizer is self._optimizer else _first_groups(optimizer)
+
+
+def _gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    return {name: w.grad for name, w in weights.items()}
 
 
 def _first_groups(optimizer: object) -> list[dict[str, Any]]:

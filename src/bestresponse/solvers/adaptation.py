@@ -30,8 +30,9 @@ def after_success(
     """Less damping, but not below a share of the largest curvature; and the number of steps.
 
     On mini-batches with an indefinite Hessian, a solve of several steps follows the noise of its batch: its solution
-    then meets negative curvature on the next batch, or has a residual so large that it is dropped. After such an event
-    the next solves make fewer steps.
+    then meets negative curvature on the next batch, or has a residual so large that it is dropped. The next solves
+    make fewer steps after negative curvature, and after a start that was dropped while they are fewer already. On
+    singular mini-batches without negative curvature, starts are dropped too, but there the damping is enough.
 
     Args:
         system: the system that was solved.

@@ -60,6 +60,11 @@ class Solver(ABC):
         return Wants()
 
     @property
+    def savings(self) -> str:
+        """What needs less memory than this solver, for the message when memory runs out."""
+        return ""
+
+    @property
     def chooses_damping(self) -> bool:
         """Whether the solver chooses the damping."""
         return False

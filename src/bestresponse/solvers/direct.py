@@ -11,6 +11,7 @@ from .. import _tree
 from .._tree import Tree
 from ..errors import ArgumentError, BestResponseWarning, require, require_integer, require_number
 from .base import Solver
+from .capacity import require_memory
 from .system import Product, Report, Solution, Status, System, no_unique_answer
 
 # The relative residual that an answer may have, and that a least-squares solution has if the system has a solution.
@@ -56,6 +57,10 @@ class Exact(Solver):
         require(0 <= self.damping < math.inf, "Exact.damping", "≥ 0 and finite", self.damping)
         require_integer("Exact.limit", self.limit, 1)
 
+    @property
+    def savings(self) -> str:
+        return "ConjugateGradient, which needs no matrix"
+
     def shift(self, memory: object) -> float:
         return self.damping
 
@@ -67,6 +72,9 @@ class Exact(Solver):
                 f"{8 * n * n / 2**30:.1f} GiB and {n:,} products. Use ConjugateGradient, or raise the limit."
             )
         flat_b = _tree.flatten(system.b)
+        # The columns, the matrix of them, and its symmetric part with eigenvectors.
+        needed = {flat_b.device: 4 * 8 * n * n}
+        require_memory(f"Exact with {n:,} weights", needed, "Use ConjugateGradient, which needs no matrix.")
         if not bool(torch.isfinite(matrix := dense(system.A, system.b)).all()):
             zero = _tree.zeros_like(system.b)
             return Solution(zero, Report(Status.NOT_FINITE, products=n, steps=0, residual=1.0))

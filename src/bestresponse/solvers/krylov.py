@@ -56,8 +56,8 @@ class ConjugateGradient(Iterative):
             neither, but not below (1e-4 + 0.015 ρ) of the largest curvature. ρ ≤ 1 measures how little the last
             solution says about the next system: it is a running mean of the share of a warm start's squared residual
             that its own system had not left. From a warm start, a solve that meets negative curvature after a step
-            keeps that step's iterate instead. The next solves then make no more steps than it made, and one step fewer
-            after a start that was dropped; after every twenty undisturbed solves they may make one step more.
+            keeps that step's iterate instead. The next solves then make no more steps than it made, and from then on
+            one fewer after a start that was dropped; after every twenty undisturbed ones they may make one step more.
         recycle: the number r of pairs (p, A p) of earlier solves to keep, 2 r vectors, as a
             limited-memory quasi-Newton preconditioner; 0 keeps none. It helps if successive systems
             change little, as with full batches.

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import require, require_integer, require_number
+from ..errors import require_flag, require_integer, require_positive
 from .base import Solver, Wants
 from .system import Report, Solution, Status, System
 
@@ -53,9 +53,8 @@ class Neumann(Solver):
 
     def __post_init__(self) -> None:
         require_integer("Neumann.terms", self.terms, 0)
-        if self.scale is not None:
-            require_number("Neumann.scale", self.scale)
-            require(0 < self.scale < math.inf, "Neumann.scale", "positive and finite, or None", self.scale)
+        require_flag("Neumann.fresh_batches", self.fresh_batches)
+        require_positive("Neumann.scale", self.scale)
 
     @property
     def wants(self) -> Wants:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from .. import _tree
 from ..errors import require, require_integer, require_number
 from .base import Solver
+from .capacity import require_memory
 from .system import Report, Solution, Status, System, no_unique_answer
 
 _CONVERGED = 1e-6
@@ -28,36 +30,41 @@ class Nystrom(Solver):
     Args:
         rank: the number of products; ≥ 1.
         damping: δ ≥ 0. Zero leaves out what Â does not see, and gives the least-squares solution.
+        reuse: how many further solves use the same Â, at one product each, for the residual; ≥ 0. The queries of
+            `influence` have one curvature, so all can share it. Along a run the residual shows how far A has moved.
 
     Reference: Hataya and Yamada (2023); Frangella, Tropp and Udell (2023).
     """
 
     rank: int = 10
     damping: float = 1e-2
+    reuse: int = 0
 
     def __post_init__(self) -> None:
         require_integer("Nystrom.rank", self.rank, 1)
+        require_integer("Nystrom.reuse", self.reuse, 0)
         require_number("Nystrom.damping", self.damping)
         require(0 <= self.damping < math.inf, "Nystrom.damping", "≥ 0 and finite", self.damping)
+
+    @property
+    def savings(self) -> str:
+        return f"Nystrom with a rank below {self.rank}; ConjugateGradient"
 
     def shift(self, memory: object) -> float:
         return self.damping
 
     def iterate(self, system: System) -> Solution:
-        b = _tree.flatten(system.b)
-        rank = min(self.rank, len(b))
-        sketch = _orthonormal(len(b), rank, b)
-        products = [_tree.flatten(system.A(_tree.unflatten(column, system.b))) for column in sketch.T]
-        images = torch.stack(products, dim=1)
-        zero = _tree.zeros_like(system.b)
-        if not bool(torch.isfinite(images).all()):
-            return Solution(zero, Report(Status.NOT_FINITE, rank, rank, 1.0))
-        core = (sketch.T @ images).double()
-        basis, values = _eigen(core, images)
+        b, zero = _tree.flatten(system.b), _tree.zeros_like(system.b)
+        kept, made = self._kept(system, b), 0
+        if kept is None:
+            kept, made = _approximation(system, b, min(self.rank, len(b))), min(self.rank, len(b))
+            if kept is None:
+                return Solution(zero, Report(Status.NOT_FINITE, made, made, 1.0))
+        basis, values, met = kept["basis"], kept["values"], kept["met"]
         inside = basis.T @ b
         seen = _inverse(values + self.damping, torch.finfo(b.dtype).eps * math.sqrt(len(b))) * inside.double()
         flat = torch.zeros_like(b)
-        if self.damping and rank < len(b):  # what Â does not see has the damping as its curvature
+        if self.damping and len(values) < len(b):  # what Â does not see has the damping as its curvature
             flat = b.div(self.damping)
             seen = seen - inside.double() / self.damping
         x = _tree.unflatten(flat.addmv_(basis, seen.to(b.dtype)), system.b)
@@ -66,19 +73,45 @@ class Nystrom(Solver):
         status = Status.CONVERGED if residual <= _CONVERGED * system.target else Status.STEPS_USED
         if not residual <= system.target:
             status, x, residual = Status.DIVERGED, zero, 1.0
-        ritz = torch.linalg.eigvalsh((core + core.T) / 2)
-        met = float(ritz[0]), float(ritz[-1])
         worse = "the approximation is worse than none" if status is Status.DIVERGED else ""
         report = Report(
             status,
-            rank + 1,
-            rank,
+            made + 1,
+            made,
             residual,
             damping=self.damping or None,
             curvature=met,
             detail="; ".join(filter(None, (worse, no_unique_answer(met, system.eps, self.damping)))),
         )
-        return Solution(x, report, residual=left if not status.failed else None)
+        again = self.reuse if made else kept["again"] - 1
+        memory = dict(system.memory) | ({"nystrom": kept | {"again": again}} if self.reuse else {})
+        return Solution(x, report, memory, residual=left if not status.failed else None)
+
+    def _kept(self, system: System, b: Tensor) -> dict[str, Any] | None:
+        """The approximation of an earlier solve, unless it has been used as often as it may be, or no longer fits."""
+        kept: dict[str, Any] | None = system.memory.get("nystrom")
+        if kept is None or not kept["again"]:
+            return None
+        basis = kept["basis"]
+        fits = len(basis) == len(b) and basis.dtype == b.dtype and basis.device == b.device
+        return kept if fits else None
+
+
+def _approximation(system: System, b: Tensor, rank: int) -> dict[str, Any] | None:
+    """The eigenvectors and eigenvalues of Â, and the extreme ones of ΩᵀAΩ; None if a product is not finite."""
+    # The sketch, the products one by one and together, and the basis.
+    needed = {b.device: 4 * len(b) * rank * b.element_size()}
+    advice = "Use a lower rank, or ConjugateGradient."
+    require_memory(f"Nystrom of rank {rank:,} with {len(b):,} weights", needed, advice)
+    sketch = _orthonormal(len(b), rank, b)
+    products = [_tree.flatten(system.A(_tree.unflatten(column, system.b))) for column in sketch.T]
+    images = torch.stack(products, dim=1)
+    if not bool(torch.isfinite(images).all()):
+        return None
+    core = (sketch.T @ images).double()
+    basis, values = _eigen(core, images)
+    ritz = torch.linalg.eigvalsh((core + core.T) / 2)
+    return {"basis": basis, "values": values, "met": (float(ritz[0]), float(ritz[-1]))}
 
 
 def _orthonormal(n: int, rank: int, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, EvaluationError
-from ..hyperparameters import Bounded, Kinked, KnownCurvature, Searchable
+from ..hyperparameters import Bounded, Kinked, KnownCurvature, Readable, Searchable
 from ..hyperparameters.protocol import mixed_products
 from .comparison import places
 
@@ -30,7 +30,7 @@ def check_hyperparameters(module: nn.Module, model: nn.Module, tolerance: float 
     change again. ``ranges`` names parameters, and lowest < highest. ``curvature_diagonal`` is the whole
     second derivative of the term, which has no mixed derivatives. ``mixed_product`` is the derivative of the term's
     gradient with respect to each hyperparameter, and comes with a ``curvature_diagonal``. ``rates_at_zero`` is the
-    slope of the term next to a weight of zero.
+    slope of the term next to a weight of zero. ``readable`` gives one finite value for each entry.
 
     Args:
         module: the module to check, in float64, with values within its bounds.
@@ -59,6 +59,8 @@ def check_hyperparameters(module: nn.Module, model: nn.Module, tolerance: float 
             _check_mixed(module, model, tolerance)
         if isinstance(module, Kinked):
             _check_rates(module, model, tolerance)
+        if isinstance(module, Readable):
+            _check_readable(module, parameters)
         if isinstance(module, Bounded):
             _check_bounds(module, parameters)
 
@@ -90,6 +92,16 @@ def _check_ranges(module: Searchable, parameters: dict[str, nn.Parameter]) -> No
     for name, (lowest, highest) in module.ranges().items():
         assert name in parameters, f"ranges() must name parameters of the module; got {name!r}"
         assert lowest < highest, f"ranges() needs lowest < highest; got {lowest!r}, {highest!r} for {name!r}"
+
+
+@torch.no_grad()
+def _check_readable(module: Readable, parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if (plain := module.readable(name)) is not None:
+            entries = parameter.detach().reshape(-1)
+            values = plain[1](entries)
+            right = values.shape == entries.shape and bool(values.isfinite().all())
+            assert right, f"readable({name!r}) must give one finite value for each entry; got {values}"
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ kinks of a network, so a float64 copy of the network is used if possible.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,7 +65,9 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
     known = problem.verifications(thing)
     if part not in known:
         with torch.inference_mode(False), torch.enable_grad():
-            finding = _examined(problem, claim, train, val, seed)
+            # Each rank compares its own derivatives with its own differences.
+            own = problem.alone()
+            finding = _worst(problem.group.gather(_examined(own, claim, train, val, seed)))
         if finding.lost:
             raise SecondDerivativeError(finding.text)
         if finding.text:
@@ -73,8 +76,15 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
     return known[part]
 
 
+def _worst(findings: Sequence[Finding]) -> Finding:
+    """The finding for all ranks: a lost derivative, else a doubt, else that of the first."""
+    return max(findings, key=lambda f: (f.lost, bool(f.text), f.outcome != "verified"))
+
+
 def unfit(problem: Problem) -> str:
     """The reason why differences cannot help here; empty if there is none."""
+    if problem.group.sharded:
+        return "the weights are sharded"
     if power_iteration(problem) is not None:
         return "spectral_norm takes its singular vectors as constants in training mode"
     if any(map(has_max_norm, problem.model.modules())):
