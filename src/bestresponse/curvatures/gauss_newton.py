@@ -65,7 +65,7 @@ class _OuterProduct(SplitLinearisation):
     def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
         def again() -> Any:
             passes.replay()
-            with recomputed():
+            with recomputed(alone=not passes.problem.group.averages):
                 return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
 
         self._again: Callable[[], Any] = again

@@ -42,7 +42,7 @@ class Hessian(Curvature):
 
 class _DoubleBackward(Linearisation):
     def __init__(self, passes: Passes, batch: Any) -> None:
-        with recomputed():
+        with recomputed(alone=not passes.problem.group.averages):
             loss = passes.train_loss(batch)
         self.reached = graph.leaves(loss)
         self.names = reached_weights(passes.problem, self.reached)

@@ -77,8 +77,7 @@ class SAMA(CurvatureMethod):
                 weights,
                 train_batch,
             )
-            pairs = zip(system.names, found, strict=True)
-            gradient = {n: g for n, g in pairs if g is not None}
+            gradient = {n: g for n, g in zip(system.names, found, strict=True) if g is not None}
         v = {}
         for name in list(gradient):  # one at a time, since the graph of a step is larger than the weight
             g = gradient.pop(name).detach().requires_grad_()

@@ -30,10 +30,11 @@ _PLACE = "__dynamo_disable"
 
 
 @contextmanager
-def recomputed() -> Iterator[None]:
-    """Run non-reentrant checkpoints of this thread in this form.
+def recomputed(alone: bool = True) -> Iterator[None]:
+    """Run non-reentrant checkpoints of this thread in this form, if the process works ``alone``.
 
-    It is for a pass whose loss the caller differentiates as a whole, with respect to leaves.
+    It is for a pass whose loss the caller differentiates as a whole, with respect to leaves. With several processes,
+    blocks may hold collective calls, and checkpoints stay those of torch.
     """
     before = vars(_RAW).get(_PLACE)
     with _lock:
@@ -41,7 +42,7 @@ def recomputed() -> Iterator[None]:
             _users[1:] = [before]
             setattr(_RAW, _PLACE, _called)
         _users[0] += 1
-    token = _active.set(True)
+    token = _active.set(alone)
     try:
         yield
     finally:
