@@ -102,7 +102,7 @@ class Problem(Undivided):
 
     def check_intact(self) -> None:
         """Raise if a weight or hyperparameter was replaced or frozen since, or differs between the ranks."""
-        check_processes(self.group, self.model.modules(), dict(self.model.named_parameters()) | self.live())
+        check_processes(self.group, self.model.modules(), self.live() | dict(self.model.named_parameters()))
         for side, module, fixed in (
             ("weights", self.model, self.weights),
             ("hyperparameters", self.hyper, self.hyperparameters),
