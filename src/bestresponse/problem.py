@@ -48,7 +48,8 @@ class Problem(Undivided):
         val_mode: "eval", or "as_is" to run the validation loss in the modules' current mode.
         verify: whether the first hypergradient of each method compares the derivatives that it uses with differences.
         group: the processes over whose batches losses and derivatives are the mean; None takes the group of
-            DistributedDataParallel in the modules, or this process alone. The losses get the module inside.
+            DistributedDataParallel or ``fully_shard``, or this process alone. The losses get the module inside the
+            former.
         batch_size: (batch) -> number of examples, by which the batches of the ranks count; None means equally.
 
     Attributes:
@@ -65,7 +66,7 @@ class Problem(Undivided):
         ArgumentTypeError: an argument is not a module, or not a function.
         ArgumentError: there are no weights or no hyperparameters, ``hyper`` holds a part of ``model``, or weights are
             complex or on the meta device.
-        EvaluationError: the model is in FSDP.
+        EvaluationError: the model is in FullyShardedDataParallel, or sharded otherwise than by ``fully_shard``.
     """
 
     def __init__(
