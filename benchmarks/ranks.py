@@ -105,6 +105,7 @@ def run(ranks: int, *arguments: object) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        place["MALLOC_MMAP_THRESHOLD_"] = "262144"  # else glibc keeps freed memory, and the peak counts it
     command = [sys.executable, __file__, "--rank-of", *map(str, arguments)]
     processes = [
         subprocess.Popen(

@@ -403,6 +403,23 @@ def check_sharded():
         assert "needs whole weights" in text, name
 
 
+def check_sharded_batches():
+    """Batches that count differently are refused; those of one process are the same."""
+    method = br.Implicit(CG)
+    expected = total(method, data(), data(6))
+    problem = br.Problem(*sharded(), train, val)
+    sharded_adam(problem)
+    halves = [tuple(x[i::2] for x in part(data())) for i in range(2)]
+    batches = br.Batches(halves, weights=[1, 1], recompute=True)
+    close(br.hypergradient(problem, batches, part(data(6)), method, seed=1).total["l"], expected)
+    uneven = br.Batches(halves, weights=[1, 1 + RANK])
+    try:
+        br.hypergradient(problem, uneven, part(data(6)), method)
+    except br.Error as error:
+        text = str(error)
+    assert "must have the same sum of the weights of Batches" in text
+
+
 def sharded_adam(problem):
     """As `adam`, with the shards of the same gradients."""
     optimizer = torch.optim.Adam(problem.weights.values(), 1e-3)

@@ -28,6 +28,7 @@ ALL = (
     "influence",
     "runs",
     "sharded",
+    "sharded_batches",
     "sharded_run",
 )
 

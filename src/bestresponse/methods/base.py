@@ -144,7 +144,7 @@ def unchecked_hypergradient(
     require_method(method)
     require_seed("seed", seed)
     problem.check_intact()
-    refuse_sharded(problem, method.needing_whole())
+    refuse_sharded(problem, method.needing_whole(), train_batch, val_batch)
     known = weight_optimizer if isinstance(weight_optimizer, Optimizer) else None
     before = {part: problem.state(part).copy() for part in (method, *method.parts_that_remember().values())}
     try:

@@ -1,7 +1,10 @@
 """Which methods run on weights that are sharded over the ranks of a group."""
 
+from typing import Any
+
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..batches import Batches
 from ..curvatures import Curvature, FiniteDifference, GaussNewton, Hessian
 from ..errors import EvaluationError
 from ..hyperparameters.orthant import fitting
@@ -24,8 +27,8 @@ def needing_whole(solver: Solver | None, curvature: Curvature) -> object:
     return None if type(curvature) in _CURVATURES else curvature
 
 
-def refuse_sharded(problem: Problem, part: object) -> None:
-    """Raise if the weights are sharded and a part of a method needs them whole, or a module of the problem does."""
+def refuse_sharded(problem: Problem, part: object, *batches: Any) -> None:
+    """Raise if the weights are sharded and a part of a method needs them whole, or a module or batches do."""
     if not problem.group.sharded:
         return
     if part is not None:
@@ -34,6 +37,10 @@ def refuse_sharded(problem: Problem, part: object) -> None:
             "ConjugateGradient, MINRES, Neumann or Identity, without recycle and preconditioner, and Hessian, "
             "GaussNewton or FiniteDifference; or SAMA, Penalty or Direct."
         )
+    sizes = [batch.total for batch in batches if isinstance(batch, Batches)]
+    problem.group.require_same(
+        sizes, "sum of the weights of Batches, since with fully_shard they count equally"
+    )
     modules = [*problem.model.modules(), *problem.hyper.modules()]
     norms = (m for m in modules if isinstance(m, _NormBase) and m.track_running_stats and m.training)
     unfit = [type(m).__name__ for m in norms]
