@@ -312,6 +312,40 @@ def tuner_of(problem, **settings):
     )
 
 
+class Experts(nn.Module):
+    """One of two layers, by the sign of the first input: the ranks reach different weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def chosen(self, x):
+        return self.experts[int(x[0, 0] >= 0)]
+
+    def forward(self, x):
+        return self.chosen(x)(x)
+
+
+def check_experts():
+    def loss(model, hyper, batch):
+        return val(model, hyper, batch) + hyper["l"].exp() * model.chosen(batch[0]).weight.square().sum()
+
+    def batch(number, seed):
+        x, y = data(seed, 24)
+        return torch.cat([x[:, :1].abs() * (-1) ** number, x[:, 1:]], 1), y
+
+    def run(batches, val_batches, method, **settings):
+        hyper = nn.ParameterDict({"l": nn.Parameter(torch.tensor(-2.0))})
+        problem = br.Problem(Experts(), hyper, loss, val, **settings)
+        return br.hypergradient(problem, batches, val_batches, method).total["l"]
+
+    pieces, val_pieces = ([batch(r, seed + r) for r in range(WORLD)] for seed in (20, 30))
+    for name in ("conjugate gradient", "Unrolled", "Penalty"):
+        expected = run(br.Batches(pieces), br.Batches(val_pieces), METHODS[name]())
+        close(run(pieces[RANK], val_pieces[RANK], METHODS[name](), group=dist.group.WORLD), expected)
+
+
 def check_influence():
     def run(batches, queries, **settings):
         net, hyper = network()

@@ -25,6 +25,7 @@ ALL = (
     "tables",
     "one_reduction_a_product",
     "nested",
+    "experts",
     "influence",
     "runs",
     "sharded",
