@@ -113,7 +113,7 @@ def _is_initialised() -> bool:
 
 
 def _warn_of_group() -> None:
-    """Warn if there are other processes that the problem would know nothing of."""
+    """Warn if the process group has other processes, which the problem leaves out."""
     if _is_initialised() and (size := torch.distributed.get_world_size()) > 1:
         warnings.warn(
             f"the process group has {size} processes, and this problem is computed on its own process alone: "
