@@ -120,21 +120,22 @@ def test_trainable_parameters_of_others_are_named_once(method):
     br.hypergradient(problem_of(model, train), b, b, method)
 
 
-def test_models_that_are_spread_over_processes_are_refused():
+def test_models_that_are_sharded_after_the_problem_are_refused():
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     mesh = pytest.importorskip("torch.distributed.device_mesh")
     model, b = nn.Sequential(nn.Linear(3, 2)), batch()
+    method = br.Implicit(br.ConjugateGradient(20))
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         problem = problem_of(model)
-        assert br.hypergradient(problem, b, b, EXACT).norm > 0
+        expected = br.hypergradient(problem, b, b, method).norm
         fsdp.fully_shard(model, mesh=mesh.init_device_mesh("cpu", (1,)))
-        for run in (
-            lambda: br.Problem(model, problem.hyper, regularised, fit),
-            lambda: br.hypergradient(problem, b, b, METHODS["penalty"]),
-        ):
-            with pytest.raises(br.Error, match="FSDP|DTensors"):
-                run()
+        with pytest.raises(br.Error, match="fully_shard must come before Problem"):
+            br.hypergradient(problem, b, b, method)
+        again = br.Problem(model, problem.hyper, regularised, fit)
+        assert br.hypergradient(again, b, b, method).norm == pytest.approx(expected)
+        with pytest.raises(br.Error, match="needs whole weights"):
+            br.hypergradient(again, b, b, EXACT)
     finally:
         dist.destroy_process_group()
 

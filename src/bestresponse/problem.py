@@ -48,7 +48,8 @@ class Problem(Undivided):
         val_mode: "eval", or "as_is" to run the validation loss in the modules' current mode.
         verify: whether the first hypergradient of each method compares the derivatives that it uses with differences.
         group: the processes over whose batches losses and derivatives are the mean; None takes the group of
-            DistributedDataParallel in the modules, or this process alone. The losses get the module inside.
+            DistributedDataParallel or ``fully_shard``, or this process alone. The losses get the module inside the
+            former.
         batch_size: (batch) -> number of examples, by which the batches of the ranks count; None means equally.
 
     Attributes:
@@ -65,7 +66,7 @@ class Problem(Undivided):
         ArgumentTypeError: an argument is not a module, or not a function.
         ArgumentError: there are no weights or no hyperparameters, ``hyper`` holds a part of ``model``, or weights are
             complex or on the meta device.
-        EvaluationError: the model is in FSDP.
+        EvaluationError: the model is in FullyShardedDataParallel, or sharded otherwise than by ``fully_shard``.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Problem(Undivided):
 
     def check_intact(self) -> None:
         """Raise if a weight or hyperparameter was replaced or frozen since, or differs between the ranks."""
-        check_processes(self.group, self.model.modules(), dict(self.model.named_parameters()) | self.live())
+        check_processes(self.group, self.model.modules(), self.live() | dict(self.model.named_parameters()))
         for side, module, fixed in (
             ("weights", self.model, self.weights),
             ("hyperparameters", self.hyper, self.hyperparameters),

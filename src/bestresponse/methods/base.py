@@ -198,6 +198,8 @@ def combine(
     direct_, indirect_, total = {}, {}, {}
     for name, parameter in problem.hyperparameters.items():
         one, other = direct.get(name), indirect.get(name)
+        if problem.group.averages:  # a part of a buffer would keep the whole of it
+            one, other = (None if x is None else x.clone() for x in (one, other))
         direct_[name] = _tree.zeros(parameter, other) if one is None else one
         indirect_[name] = _tree.zeros(parameter, one) if other is None else other
         total[name] = _tree.summed(direct_[name], indirect_[name])
