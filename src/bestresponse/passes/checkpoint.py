@@ -36,10 +36,9 @@ def recomputed(alone: bool = True) -> Iterator[None]:
     It is for a pass whose loss the caller differentiates as a whole, with respect to leaves. With several processes,
     blocks may hold collective calls, and checkpoints stay those of torch.
     """
-    before = vars(_RAW).get(_PLACE)
     with _lock:
         if not _users[0]:
-            _users[1:] = [before]
+            _users[1:] = [vars(_RAW).get(_PLACE)]
             setattr(_RAW, _PLACE, _called)
         _users[0] += 1
     token = _active.set(alone)
