@@ -186,6 +186,21 @@ def test_the_watch_measures_keeps_the_best_state_and_warns_when_the_gap_opens():
     assert tuner.watch.measure(tuner) == pytest.approx(best["watch_loss"])
 
 
+@pytest.mark.parametrize(("fall", "warns"), [(0.01, False), (0.05, True)])
+def test_a_fall_of_the_validation_loss_that_may_be_noise_is_no_overfitting(fall, warns):
+    tuner, _, _ = overfitted(callbacks.Watch([], 1, 3))
+    watch = tuner.watch
+    watch.row = {"hyper_step": 1, "watch_loss": 1.0}
+    watch._value, watch._state = 1.0, {}
+    watch._means = [1.0, 1.0, 1.0]
+    tuner.history.append({"hyper_step": 5, "val_loss": 1.0 - fall})
+    watch.measure = lambda tuner: 2.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch(tuner)
+    assert any("overfit" in str(w.message) for w in caught) == warns
+
+
 def test_the_watch_is_the_mean_over_examples_and_changes_nothing():
     plain, train, val = make()
     plain.fit(train, val, 4)

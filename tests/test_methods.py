@@ -309,6 +309,17 @@ def test_direct_is_the_direct_term():
     assert float(full.indirect["log_decay"].norm()) > 0.001
 
 
+def test_hyperparameters_of_the_validation_loss_alone_are_named_once():
+    model, hyper = nn.Linear(3, 1), nn.ParameterDict({"shift": torch.ones(())})
+    fit = lambda m, h, b: m(b).square().mean()  # noqa: E731
+    problem = br.Problem(model, hyper, fit, lambda m, h, b: fit(m, h, b) * h["shift"])
+    method, batch = br.Implicit(br.Exact(damping=1.0)), torch.randn(8, 3)
+    with pytest.warns(br.BestResponseWarning, match="no hyperparameter reaches train_loss"):
+        h = br.hypergradient(problem, batch, batch, method)
+    br.hypergradient(problem, batch, batch, method)  # an error if it warned again
+    assert float(h.total["shift"]) == float(h.direct["shift"]) > 0.0
+
+
 def test_the_indirect_term_has_one_minus_sign():
     # L_T = (w − λ)²/2 and L_V = w: the weight follows λ, so that dL_V/dλ = +1.
     model = nn.ParameterDict({"w": nn.Parameter(torch.tensor(2.0))})

@@ -109,3 +109,11 @@ def test_the_python_of_the_page_for_users_of_other_libraries_runs():
         exec(compile(block.replace("hyper_steps=200", "hyper_steps=20"), page.name, "exec"), names)
     history = names["tuner"].history
     assert history[-1]["val_loss"] < history[0]["val_loss"]
+
+
+def test_the_pages_have_their_figures_and_nothing_left_to_fill_in():
+    for page in [README, *(README.parent / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"@[A-Z]+@", text), page.name
+        for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+            assert (page.parent / target).is_file(), (page.name, target)

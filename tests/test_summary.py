@@ -51,7 +51,7 @@ def test_the_quantiles_of_a_large_tensor_are_those_of_a_sample():
         ),
         (lambda m: br.hyperparameters.ConcreteDropout((), initial=0.3), "rate", 0.3),
         (lambda m: br.hyperparameters.Weights(1, "softplus", initial=0.7), "weights", 0.7),
-        (lambda m: br.hyperparameters.Weights(1, "softmax"), "table", 0.0),
+        (lambda m: br.hyperparameters.Weights(1, "softmax"), "logits", 0.0),
         (lambda m: nn.ModuleDict({"of": br.hyperparameters.ConcreteDropout((), 0.3)}), "of.rate", 0.3),
     ],
 )

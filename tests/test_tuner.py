@@ -417,3 +417,9 @@ def test_progress_shows_both_losses_and_the_norm(capsys):
     assert "3 of 3 hyper-steps" in shown
     assert re.search(r"2 of 3 hyper-steps, \d+ s, \d+ s left: ", shown)
     assert all(word in shown for word in ("train=", "val=", "|dL/dλ|="))
+
+
+def test_one_batch_is_no_collection_of_batches():
+    tuner, train, val = make()
+    with pytest.raises(br.Error, match=r"a tuple of 2 tensors, which looks like one batch. Pass \[batch\]"):
+        tuner.fit(train[0], val, 1)

@@ -290,3 +290,52 @@ def test_the_page_on_the_command_line_names_what_there_is(tmp_path):
     options = {f"--{name.replace('_', '-')}" for name in Tune.__dataclass_fields__}
     assert set(re.findall(r"`(--[\w-]+)", page.partition("## The report")[0])) <= options
     sys.modules.pop("page")
+
+
+def test_an_unfinished_run_is_not_replaced_without_a_word(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    words = ["tune", "problem.py:make_problem", "--steps", "2", "--out", "run"]
+    assert cli.main(words) == 0
+    assert cli.main(words) == 0  # a finished run is replaced
+    (tmp_path / "run" / "result.json").unlink()
+    before = (tmp_path / "run" / "run.pt").read_bytes()
+    assert cli.main(words) != 0
+    assert "Add --resume to continue it" in capsys.readouterr().err
+    assert (tmp_path / "run" / "run.pt").read_bytes() == before
+    assert cli.main([*words, "--resume"]) == 0
+
+
+def test_few_tuned_values_are_printed_and_stored(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "import torch, torch.nn.functional as F, bestresponse as br\n"
+        "from bestresponse.tuning import Setup\n"
+        "def make():\n"
+        "    x, y = torch.randn(60, 5), torch.randint(2, (60,))\n"
+        "    model = torch.nn.Linear(5, 2)\n"
+        "    classes = br.hyperparameters.Weights(2, 'sigmoid', sparse=False)\n"
+        "    loss = lambda m, h, b: (h(b[1]) * F.cross_entropy(m(b[0]), b[1], reduction='none')).mean()\n"
+        "    val = lambda m, h, b: F.cross_entropy(m(b[0]), b[1])\n"
+        "    problem = br.Problem(model, classes, lambda m, h, b: loss(m, h, b) + 0.1 * m.weight.square().sum(), val)\n"
+        "    return Setup(problem, [(x[::2], y[::2])], [(x[1::2], y[1::2])])\n"
+    )
+    assert cli.main(["tune", "own.py:make", "--steps", "3", "--out", "run"]) == 0
+    stored = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))["hyperparameters"][
+        "weights"
+    ]
+    assert len(stored) == 2
+    assert all(0.0 < value < 1.0 for value in stored)
+    assert f"weights = {stored[0]:.4g}, {stored[1]:.4g}" in capsys.readouterr().out
+
+
+def test_the_weights_are_trained_before_a_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    losses = []
+    for steps in ("0", "60"):
+        words = ["check", "problem.py:make_problem", "--warmup-steps", steps, "--retrain-steps", "0"]
+        assert cli.main(words) == 0
+        losses.append(float(re.search(r"train_loss ([\d.]+)", capsys.readouterr().out)[1]))
+    assert losses[1] < 0.8 * losses[0]
+    assert cli.main(["check", "problem.py:make_problem", "--warmup-steps", "-1"]) == 2

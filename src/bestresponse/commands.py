@@ -7,9 +7,11 @@ from pathlib import Path
 
 from . import _layout
 from .diagnostics import check
-from .errors import ArgumentError, Error
+from .errors import ArgumentError, Error, require_integer
 from .reports import Recorded, write_comparison, write_report
-from .tuning.setup import first_batch, made
+from .runs.streams import Stream
+from .runs.weight_steps import WeightSteps
+from .tuning.setup import Setup, first_batch, made
 
 
 @dataclass
@@ -88,7 +90,9 @@ class Init:
             ) from error
         except OSError as error:
             raise ArgumentError(f"init needs a place to write {self.file}: {error.strerror}.") from error
-        print(f"written to {self.file}\nNow run: bestresponse tune {self.file}:make_problem")
+        place = f"{self.file}:make_problem"
+        print(f"written to {self.file}\nNow run: bestresponse tune {place} --steps 200 --out runs/first")
+        print(f"and before you tune a problem of your own: bestresponse check {place} --warmup-steps 100")
 
 
 @dataclass
@@ -101,6 +105,8 @@ class CheckProblem:
     folder."""
     json: Path | None = None
     """A JSON file for all results."""
+    warmup_steps: int = 0
+    """Weight steps before the check, by the optimiser of the problem: a check needs trained weights."""
     retrain_steps: int = 100
     """Steps in each of the five retraining runs that hypergradients are compared with; 0 skips the comparison."""
     seed: int = 0
@@ -111,7 +117,9 @@ class CheckProblem:
         try:
             if self.json is not None:
                 self.json.touch()  # fail before the long check, not after it
+            require_integer("--warmup-steps", self.warmup_steps, 0)
             setup = made(self.place)
+            _warm_up(setup, self.warmup_steps)
             found = check(
                 setup.problem,
                 first_batch("train_batches", setup.train_batches),
@@ -129,6 +137,14 @@ class CheckProblem:
             text = json.dumps(found.data(), indent=2, allow_nan=False)
             self.json.write_text(text + "\n", encoding="utf-8")
         return 0 if found.ok else 1
+
+
+def _warm_up(setup: Setup, steps: int) -> None:
+    """Train the weights."""
+    optimizer, batches = setup.optimizers()[0], Stream("train_batches", setup.train_batches)
+    weights = WeightSteps(setup.problem, optimizer)
+    for _ in range(steps):
+        weights.step(optimizer, next(batches), None)
 
 
 def _say(part: str) -> None:

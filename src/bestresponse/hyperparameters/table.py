@@ -119,7 +119,9 @@ class Weights(nn.Module):
 
     def readable(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
         """The weights in the history; with "softmax" the logits, since a weight depends on all of them."""
-        return None if self.positive == "softmax" else (name.replace("table", "weights"), self._positive)
+        if self.positive == "softmax":
+            return name.replace("table", "logits"), lambda x: x
+        return name.replace("table", "weights"), self._positive
 
     def shrink_(self, factor: float = 1.0) -> None:
         """Move the rows of the last step by the share ``factor`` · τ of their distance from the common value."""

@@ -174,7 +174,9 @@ def require_method(method: object) -> None:
         advice = f"A curvature goes inside a method: Implicit(curvature={method!r})."
     elif isinstance(method, type):
         advice = f"Create an instance: {method.__name__}(...)."
-    raise ArgumentTypeError(f"method must be a method; got {method!r}. {advice}")
+    if not isinstance(method, Solver | Curvature | type):
+        advice = f"The order is (problem, train_batch, val_batch, method). {advice}"
+    raise ArgumentTypeError(f"method must be a method; got {method!r:.60}. {advice}")
 
 
 def combine(

@@ -95,6 +95,12 @@ class Implicit(CurvatureMethod):
             stretch = damping_stretch(solution, b)
             del b
             mixed = products.of(solution) or resumed(system.mixed)(solution.x)
+            if all(x is None for x in mixed.values()):
+                problem.warn_once(
+                    "no mixed term",
+                    "no hyperparameter reaches train_loss, so the hypergradient is the direct part alone, which "
+                    "Direct() gives without a solve. If hyperparameters act on the training, put them into train_loss.",
+                )
             indirect = {n: None if x is None else -x for n, x in mixed.items()}
             result = combine(problem, val_loss, direct, indirect)
             size = problem.group.largest(result.norm)

@@ -32,6 +32,11 @@ class Stream:
                 f"{name} must be a collection of batches; got Batches, which stands for one batch. Pass [Batches(...)] "
                 "to use all of them at each step, or a list to use one after the other."
             )
+        if isinstance(batches, tuple) and batches and all(isinstance(part, Tensor) for part in batches):
+            raise ArgumentTypeError(
+                f"{name} must be a collection of batches; got a tuple of {len(batches)} tensors, which looks like one "
+                "batch. Pass [batch]; or a list of tensors, if each is a batch."
+            )
         if isinstance(batches, Iterator):
             raise ArgumentError(
                 f"{name} must be a collection that can be iterated repeatedly; got the iterator "

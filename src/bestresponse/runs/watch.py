@@ -16,6 +16,9 @@ from .run import Run
 from .schema import each, of, record
 from .streams import Stream
 
+# A smaller relative fall of the validation loss is noise.
+_FALL = 0.02
+
 
 class Watch(KeepBest):
     """Measure the validation loss on a third part of the data, and keep the state that is best on it.
@@ -24,7 +27,7 @@ class Watch(KeepBest):
     mean loss over the watch's batches is added to the rows of the history as ``watch_loss``, and
     ``watch_gap`` is its difference from the mean validation loss of the hyper-steps since the last measurement.
     `restore` puts the best state back. A warning comes once a run, if the watch's loss has had no new minimum for
-    ``patience`` measurements while the validation loss fell.
+    ``patience`` measurements while the validation loss fell by more than two per cent.
 
     The watch chooses the state, so its best loss is a little too good; measure a result on a fourth part. To end a run,
     add ``callbacks.EarlyStopping("watch_loss", patience=...)``.
@@ -63,7 +66,8 @@ class Watch(KeepBest):
         super().__call__(tuner)
         self._means = [mean] if self.row is row else [*self._means, mean]
         self._recent = []
-        overfits = len(self._means) > self.patience and self._means[-1] < self._means[0]
+        fell = self._means[0] - self._means[-1] > _FALL * abs(self._means[0])
+        overfits = len(self._means) > self.patience and fell
         # There is no best row if the loss was never a number.
         if overfits and self.row is not None and not self._warned:
             self._warned = True
@@ -97,11 +101,12 @@ class Watch(KeepBest):
         return total, count
 
     def _message(self, best: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+        fell = f"{self._means[0]:.4g} to {self._means[-1]:.4g}"
         return (
             f"the loss on the watch's data was lowest at hyper-step {best['hyper_step']}, "
-            f"{best['watch_loss']:.4g}, and is {row['watch_loss']:.4g} at hyper-step {row['hyper_step']}, while "
-            f"the validation loss fell from {self._means[0]:.4g} to {self._means[-1]:.4g}: the hyperparameters overfit "
-            "the validation data. The best state is kept; tuner.watch.restore(tuner) puts it back. Stop there "
+            f"{best['watch_loss']:.4g}, and is {row['watch_loss']:.4g} at hyper-step {row['hyper_step']}, while the "
+            f"mean validation loss of {self.every} hyper-steps fell from {fell}: the hyperparameters overfit the "
+            "validation data. The best state is kept; tuner.watch.restore(tuner) puts it back. Stop there "
             '(callbacks.EarlyStopping("watch_loss")), use more validation data, or give the hyperparameters less '
             "freedom (shrinkage, or fewer of them)."
         )

@@ -10,15 +10,17 @@ from typing import Any, Literal
 import torch
 
 from .. import _layout
-from ..errors import require, require_integer
+from ..errors import ArgumentError, require, require_integer
 from ..experiments import runs
 from ..runs import callbacks
 from ..runs.report import settings, versions
+from ..runs.summary import plain_values
 from ..tuner import Tuner
 from .method_names import method_of
 from .setup import Setup, made
 
 _STATE, _TUNED = "run.pt", "tuned.pt"
+_FEW = 20  # hyperparameters whose values are printed
 
 
 @dataclass
@@ -37,8 +39,8 @@ class Tune:
     steps: int = 1000
     """Hyper-steps of the whole run; a resumed run makes those that are missing."""
     out: Path | None = None
-    """The folder to write to; the default is runs/tune-FUNCTION. Without --resume, files of an earlier run there are
-    replaced."""
+    """The folder to write to; the default is runs/tune-FUNCTION. A finished run there is replaced; an unfinished one is
+    not."""
     resume: bool = False
     """Continue the run in the folder from its last checkpoint."""
     weight_steps: int = 1
@@ -118,6 +120,11 @@ class Tune:
     def _begin(self, tuner: Tuner, report: callbacks.Report, folder: Path) -> None:
         """Make the folder, or load the run that is in it."""
         config = report.config | settings(tuner) | {"versions": versions()}
+        if not self.resume and (folder / _STATE).is_file() and not (folder / "result.json").is_file():
+            raise ArgumentError(
+                f"--out must not name the folder of an unfinished run; {folder} holds the checkpoint {_STATE} of one. "
+                "Add --resume to continue it, choose another folder, or remove this one."
+            )
         resumed = list(runs.read_config(folder).get("resumed_after", [])) if self.resume else []
         runs.begin(folder, config, [_TUNED, "report.html", "hyperparameters.json"], self.resume)
         if self.resume:
@@ -153,13 +160,33 @@ def _finish(tuner: Tuner, folder: Path, seed: int) -> None:
         headline = {"watch loss, lowest": kept["watch_loss"]} | headline
     state = {name: getattr(tuner.problem, name).state_dict() for name in ("model", "hyper")}
     torch.save(state | {"hyper_step": kept["hyper_step"]}, folder / _TUNED)
-    result = {"headline": headline, "rows": rows, "seed": seed, "versions": versions()}
+    values = _values(tuner)
+    result = {
+        "headline": headline,
+        "rows": rows,
+        "seed": seed,
+        "versions": versions(),
+        "hyperparameters": values,
+    }
     result |= {"seconds": round(last["seconds"], 1), "stopped": tuner.stopped}
     runs.write_whole(folder / "result.json", result)
     stopped = f"The run stopped early: {tuner.stopped}." if tuner.stopped else ""
     state_of = f"{folder / _TUNED} holds the state after hyper-step {kept['hyper_step']}: model and hyper."
-    parts = [_layout.table(rows), *(_layout.fold(text) for text in (stopped, state_of) if text)]
+    shown = [f"{name} = {', '.join(f'{x:.4g}' for x in numbers)}" for name, numbers in values.items()]
+    texts = [
+        "\n".join(_layout.fold(text, "    ") for text in shown),
+        _layout.fold(stopped),
+        _layout.fold(state_of),
+    ]
+    parts = [_layout.table(rows), *filter(None, texts)]
     print("\n\n".join([*parts, f"written to {folder}"]))
+
+
+def _values(tuner: Tuner) -> dict[str, list[float]]:
+    """The values of the kept hyperparameters, if they are few."""
+    found = plain_values(tuner.problem)
+    few = sum(x.numel() for x in found.values()) <= _FEW
+    return {name: x.flatten().tolist() for name, x in found.items()} if few else {}
 
 
 def _row(state: str, row: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, Any]:
