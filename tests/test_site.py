@@ -1,10 +1,12 @@
 """The site: a page for every document, and every public name in its API section."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import bestresponse as br
 from bestresponse import integrations, tuning
@@ -57,3 +59,28 @@ def test_the_navigation_has_every_page():
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert set(listed) == pages | {"index.md", "contributing.md", "changelog.md"}
     assert len(listed) == len(set(listed))
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    quoted = re.findall(r"`([^`]*)`", " ".join(re.findall(r"^\| (.*?) \|", page, re.M)))
+    messages = [text for text in quoted if len(text.split()) > 3]
+    assert len(messages) > 15
+    trees = (ast.parse(path.read_text("utf-8")) for path in (ROOT / "src").rglob("*.py"))
+    texts = [n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+    source = "\n".join(text for text in texts if isinstance(text, str))
+    pieces = [piece.strip(" […]") for message in messages for piece in message.split("…")]
+    assert [piece for piece in pieces if piece not in source] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [pytest.param(0, "ok       losses: finite", marks=pytest.mark.slow), (1, "Solve: ")]
+)
+def test_the_python_of_troubleshooting_runs(line, said, capsys):
+    torch.set_default_dtype(torch.float32)
+    readme, page = (ROOT / "README.md").read_text("utf-8"), (DOCS / "troubleshooting.md").read_text("utf-8")
+    (loop, *_), (block,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (readme, page))
+    names: dict = {}
+    exec(compile(loop.partition("for step")[0], "README.md", "exec"), names)
+    exec(compile(block.splitlines()[line], "troubleshooting.md", "exec"), names)
+    assert said in capsys.readouterr().out
