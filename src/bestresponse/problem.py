@@ -26,7 +26,7 @@ from .passes.substitution import Loss
 class Problem(Undivided):
     """Two losses over weights w and hyperparameters λ.
 
-    λ* = argmin_λ L_V(w*(λ), λ),  w*(λ) = argmin_w L_T(w, λ).    (equation 1 of the paper)
+        λ* = argmin_λ L_V(w*(λ), λ),  w*(λ) = argmin_w L_T(w, λ)    (equation 1 of the paper)
 
     The modules stay as they are. ``model``'s trainable parameters that are not ``hyper``'s are the
     weights; ``hyper``'s trainable parameters are the hyperparameters. ``hyper`` may be a submodule of

@@ -76,9 +76,10 @@ def search(
 ) -> SearchResult:
     """Minimise a validation loss over few hyperparameters by trials, with one of Optuna's samplers.
 
-    λ* = argmin of L_V(w*(λ), λ) over the λ that are tried. The objective finds w*(λ); it may run a `Tuner` that
-    starts at the trial's λ. Every trial starts from the random state of ``seed``, so trials differ in their values
-    alone. The caller's random state is restored.
+        λ* = argmin of L_V(w*(λ), λ) over the λ that are tried
+
+    The objective finds w*(λ); it may run a `Tuner` that starts at the trial's λ. Every trial starts from the random
+    state of ``seed``, so trials differ in their values alone. The caller's random state is restored.
 
     Args:
         objective: a function of the values by name, or of the trial's problem where ``problem`` is given, that

@@ -47,7 +47,8 @@ class Folds(Problem):
         train_loss: L_T of one fold: (model, hyper, batch) -> scalar.
         val_loss: L_V of one fold.
         folds: K ≥ 2.
-        val_mode, verify: as those of `Problem`.
+        val_mode: as that of `Problem`.
+        verify: as that of `Problem`.
         batched: False runs all folds in turn, True runs them batched where possible.
 
     Attributes:

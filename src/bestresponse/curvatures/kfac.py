@@ -48,9 +48,10 @@ class KFAC(Curvature):
     the eigenvalues of each factor, which `Report.products` does not count.
 
     Args:
-        predict, loss, rest: as in `GaussNewton`. The loss is convex in the outputs and is a mean over the examples, the
-            first dimension of the outputs: no term couples examples. For a preconditioner
-            they are not compared with train_loss, and only a known diagonal of ``rest`` is used.
+        predict: as in `GaussNewton`. For a preconditioner the split is not compared with train_loss.
+        loss: as in `GaussNewton`. It is convex in the outputs and is a mean over the examples, the first dimension of
+            the outputs: no term couples examples.
+        rest: as in `GaussNewton`. A preconditioner uses only its known diagonal.
         samples: the number of random columns of S; None takes all of them, as many as an example has outputs.
         steady: the damping of a preconditioner, as a share σ ≥ 0 of the largest eigenvalue λ_max. It covers directions
             whose curvature the factors miss. If the curvature of the system is the same KFAC, nothing is missed, and

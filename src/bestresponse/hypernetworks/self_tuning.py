@@ -32,7 +32,8 @@ class SelfTuning(Hypernetwork):
         scale: the initial σ, in each hyperparameter's own unit.
         entropy: τ ≥ 0; a larger τ keeps σ wider.
         samples: the number of ε to draw in each loss, which takes their mean.
-        minimum, maximum: bounds of σ, which `Tuner` restores after each hyper-step.
+        minimum: the lower bound of σ, which `Tuner` restores after each hyper-step.
+        maximum: the upper bound.
         max_entries: the most entries that all V together may have.
 
     Attributes:
@@ -106,7 +107,8 @@ class Perturbed(nn.Module):
     Args:
         hyper: the module.
         log_scale: the initial log σ, for all hyperparameters in one vector [H].
-        minimum, maximum: bounds of σ.
+        minimum: the lower bound of σ.
+        maximum: the upper bound.
     """
 
     def __init__(self, hyper: nn.Module, log_scale: Tensor, minimum: float, maximum: float) -> None:

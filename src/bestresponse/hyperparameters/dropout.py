@@ -26,7 +26,8 @@ class ConcreteDropout(nn.Module):
         initial: the initial p.
         shared: dimensions of x that share one mask, such as time in a recurrent network.
         temperature: τ > 0.
-        minimum, maximum: bounds of p, which `project_` restores after a step.
+        minimum: the lower bound of p, which `project_` restores after a step.
+        maximum: the upper bound.
         shrinkage: the strength, or a `Shrinkage`, with which `shrink_` pulls the logits towards a common value.
 
     Raises:
@@ -140,7 +141,11 @@ class DropConnect(ConcreteDropout):
 
     Args:
         shape: () for one rate for all entries; the shape of the weight for one rate for each entry.
-        initial, temperature, minimum, maximum, shrinkage: as for `ConcreteDropout`.
+        initial: as for `ConcreteDropout`.
+        temperature: as for `ConcreteDropout`.
+        minimum: as for `ConcreteDropout`.
+        maximum: as for `ConcreteDropout`.
+        shrinkage: as for `ConcreteDropout`.
 
     Reference: Wan et al. (2013); on hidden-to-hidden weights, Merity, Keskar and Socher (2018).
     """

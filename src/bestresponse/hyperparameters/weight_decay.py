@@ -41,7 +41,8 @@ class WeightDecay(nn.Module):
             does not, since Adam and RMSprop normalise the step of each.
         power: p ≥ 1; 2 is the usual decay, 1 the lasso. Between them |w| is smoothed at zero, over 1e-6.
         initial: the initial decay exp(λ).
-        minimum, maximum: bounds of exp(λ), which `project_` restores after a step.
+        minimum: the lower bound of exp(λ), which `project_` restores after a step.
+        maximum: the upper bound.
         exclude: patterns of parameter names to leave out, as in ``["*.bias", "norm*"]``.
         shrinkage: the strength, or a `Shrinkage`, with which `shrink_` pulls the logarithms of the rates towards a
             common value after a step; its ``towards`` is a decay. Use it where many rates overfit the validation data.

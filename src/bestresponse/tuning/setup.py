@@ -36,7 +36,9 @@ class Setup:
         hyper_optimizer: an optimiser of ``problem.hyperparameters``; None means Adam with rate 0.01.
         method: the hypergradient, unless ``--method`` names one; None means ``Implicit()``. Methods that need
             functions, such as ``Implicit(curvature=GaussNewton(predict, loss))``, are given here.
-        weight_scheduler, hyper_scheduler, callbacks: as in `Tuner`.
+        weight_scheduler: as in `Tuner`.
+        hyper_scheduler: as in `Tuner`.
+        callbacks: as in `Tuner`.
 
     Raises:
         ArgumentTypeError: ``problem`` is no `Problem`.
