@@ -209,7 +209,7 @@ def test_an_option_outranks_its_preset(tmp_path):
         ("inverse-hessian", ("--terms", -3), "--terms must be ≥ 0 and finite; got -3"),
         ("inverse-error", ("--inversion-steps", 0, 5), "--inversion-steps must be positive"),
         ("best-response", ("--device", "nothing"), "--device must name a device"),
-        ("inverse-hessian", ("--threads", -1), "--threads must be ≥ 0"),
+        ("inverse-hessian", ("--threads", -1), "--threads must be between 0 and 4096"),
     ],
 )
 def test_bad_options_are_one_sentence(name, options, message, tmp_path, capsys):
