@@ -46,7 +46,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
 
 def draw(rows: list[dict[str, Any]], folders: dict[str, Path], path: Path) -> None:
     """A line of images for each setting, with its accuracy and the number of images read."""
-    figure, axes = plt.subplots(len(rows), 10, figsize=(10.5, 1.25 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(len(rows), 10, figsize=(10.5, 0.98 * len(rows)), layout="constrained")
     for line, row in zip(axes, rows, strict=True):
         images = load_file(folders[row["setting"]] / "distilled.safetensors")["images"]
         for panel, image in zip(line, images, strict=True):
