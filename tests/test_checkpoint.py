@@ -506,3 +506,28 @@ def test_a_scheduler_that_wants_a_metric_is_saved(tmp_path):
     other.hyper_scheduler = ReduceLROnPlateau(other.hyper_optimizer, patience=0)
     other.load(tmp_path / "run.pt")
     assert other.hyper_scheduler.best == tuner.hyper_scheduler.best
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "SparseAdam", "Adagrad", "RMSprop", "AdamW"])
+def test_runs_of_every_optimiser_continue(name, tmp_path):
+    def made():
+        torch.manual_seed(0)
+        x, y = torch.randn(12, 3), torch.randn(12, 1)
+        model = nn.Linear(3, 1)
+        weights = br.hyperparameters.Weights(12, sparse=name == "SparseAdam")
+        loss = lambda m, h, b: (h(torch.arange(12)) * (m(b[0]) - b[1]).square()[:, 0]).mean()  # noqa: E731
+        val = lambda m, h, b: (m(b[0]) - b[1]).abs().mean()  # noqa: E731
+        problem = br.Problem(model, weights, loss, val)
+        hyper = getattr(torch.optim, name)(weights.parameters(), 0.1)
+        method = br.Implicit(br.ConjugateGradient(5, damping=0.1))
+        return br.Tuner(problem, torch.optim.SGD(model.parameters(), 0.05), hyper, method), [(x, y)]
+
+    whole, batches = made()
+    whole.fit(batches, batches, 5)
+    first, batches = made()
+    first.fit(batches, batches, 2)
+    first.save(tmp_path / "run.pt")
+    second, batches = made()
+    second.load(tmp_path / "run.pt")
+    second.fit(batches, batches, 3)
+    assert torch.equal(second.problem.hyper.table, whole.problem.hyper.table)

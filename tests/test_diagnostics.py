@@ -385,6 +385,18 @@ def test_a_training_loss_without_a_minimum(start, steps):
     assert found.recommendation.call.startswith("no method yet: train_loss needs a minimum")
 
 
+def test_a_training_loss_without_curvature():
+    model, hyper = nn.ParameterDict({"w": torch.ones(3)}), nn.ParameterDict({"c": torch.ones(3)})
+    problem = br.Problem(
+        model, hyper, lambda m, h, _: (h["c"] * m["w"]).sum(), lambda m, h, _: m["w"].square().sum()
+    )
+    found = check(problem, 0, 0, retrain_steps=5)
+    assert any(
+        "falls without bound along its gradient" in text for text in of(found, "stationarity", "warning")
+    )
+    assert found.recommendation.call.startswith("no method yet: train_loss needs a minimum")
+
+
 def test_a_model_that_fits_its_batch_exactly_needs_a_regulariser():
     model = nn.Linear(30, 1)
     x, y = torch.randn(10, 30), torch.randn(10, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR
 
 import bestresponse as br
@@ -104,6 +105,37 @@ def test_return_goes_back_to_the_last_good_state_with_smaller_hyper_steps():
     assert tuner.hyper_optimizer.param_groups[0]["lr"] == 0.05  # the scheduler's too
     assert tuner.history[2]["event"].startswith("returned: val_loss must be finite")
     assert [row["stepped"] for row in tuner.history[3:]] == [True, True]
+
+
+SCHEDULES = {
+    "step": lambda o: lr_scheduler.StepLR(o, 3),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+    "linear": lambda o: lr_scheduler.LinearLR(o, 0.5, total_iters=6),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4, cycle_momentum=False),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.5, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.filterwarnings("ignore::bestresponse.BestResponseWarning")
+def test_a_return_halves_the_rates_of_any_schedule_from_then_on(schedule):
+    """The validation batch of the fifth hyper-step is not finite in one of two runs."""
+    rates = {}
+    for last in (GOOD, BAD):
+        followed = []
+        tuner = make(
+            "return",
+            callbacks=[lambda t, kept=followed: kept.append(t.hyper_optimizer.param_groups[0]["lr"])],
+        )
+        tuner.hyper_scheduler = SCHEDULES[schedule](tuner.hyper_optimizer)
+        tuner.fit([GOOD], [GOOD, GOOD, GOOD, GOOD, last, *[GOOD] * 7], 12)
+        rates[last is BAD] = followed
+    assert rates[True][:4] == rates[False][:4]
+    assert rates[True][4:] == pytest.approx([rate / 2 for rate in rates[False][4:]], rel=1e-9)
 
 
 def test_return_survives_weights_that_diverge_at_large_hyperparameters():
@@ -228,6 +260,18 @@ def test_early_stopping_and_the_best_state_are_not_misled_by_events():
         tuner.fit([GOOD], [GOOD, BAD], 6)
     assert math.isfinite(best.row["val_loss"])
     assert tuner.hyper_step == 6
+
+
+def test_the_best_state_is_not_that_of_a_row_that_was_left():
+    best = callbacks.KeepBest()
+    tuner = make("return", callbacks=[best])
+    tuner.fit([GOOD], [GOOD], 2)
+    kept = best.row
+    tuner.history.append(
+        {"hyper_step": 3, "val_loss": -1.0, "event": "returned: the hypergradient is not finite"}
+    )
+    best(tuner)
+    assert best.row is kept
 
 
 def test_a_skipped_row_keeps_what_is_known():

@@ -13,7 +13,7 @@ from ..solvers import MINRES, ConjugateGradient
 from ..solvers.direct import dense
 from ..verification.probe import gradient
 from .findings import Bench, Level
-from .retraining import Retraining
+from .retraining import UNBOUNDED, Retraining
 
 _DENSE = 300
 _SINGULAR = 1e-6
@@ -129,6 +129,12 @@ def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining
     bench.topic = "stationarity"
     text = f"‖∂L_T/∂w‖ is {spectrum.gradient:.3g}, and train_loss is {spectrum.loss:.3g}."
     gains, loss = [], abs(spectrum.loss)
+    if spectrum.highest <= 0.0 and spectrum.gradient > 0.0:
+        bench.add(
+            "warning",
+            f"{text} Without positive curvature, {UNBOUNDED} along its gradient. Add a regulariser to train_loss.",
+        )
+        return
     if not spectrum.indefinite:
         gains.append(spectrum.to_gain)
         text += f" A quadratic model predicts that train_loss can fall by {spectrum.to_gain:.3g}."

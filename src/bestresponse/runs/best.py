@@ -31,7 +31,9 @@ class KeepBest:
 
     def __call__(self, tuner: Run) -> None:
         row = tuner.history[-1]
-        if not _improves(row, self.row, self.key, self.mode):
+        # After a return the losses of the row are those of the state that was left.
+        left = self.key in ("val_loss", "train_loss") and "returned" in row.get("event", "")
+        if left or not _improves(row, self.row, self.key, self.mode):
             return
         self.row = row
         self._model = deepcopy(tuner.problem.model.state_dict())

@@ -3,8 +3,6 @@
 from copy import deepcopy
 from typing import Any, Protocol
 
-from torch.optim import Optimizer
-
 from .run import SavedRun
 from .state import restore_state, state_of
 
@@ -37,18 +35,24 @@ class LastGood:
         self.states, self.failed = [*(self.states[:1] if close else self.states[-1:]), new], False
 
     def put_back(self, tuner: SavedRun) -> None:
-        """Restore a state, and halve the present learning rates of the hyperparameters."""
+        """Restore a state, but the present schedule of the hyperparameters with half of its learning rates."""
         if self.failed and len(self.states) > 1:
             self.states.pop()
-        smaller = [_smaller(group.get("lr")) for group in tuner.hyper_optimizer.param_groups]
-        first = [_smaller(getattr(s, "base_lrs", None)) for s in _with_parts(tuner.hyper_scheduler)]
+        groups, scheduler = tuner.hyper_optimizer.param_groups, tuner.hyper_scheduler
+        settings = [{k: deepcopy(x) for k, x in group.items() if k != "params"} for group in groups]
+        schedule = deepcopy(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None
         state = self.states.pop()
         # Optimisers and methods may use the tensors that they are given.
         restore_state(tuner, deepcopy(state))
-        _set_rates(tuner.hyper_optimizer, smaller)
-        for scheduler, rates in zip(_with_parts(tuner.hyper_scheduler), first, strict=True):
-            if rates is not None:
-                scheduler.base_lrs = rates  # from which some schedulers compute each rate
+        for group, present in zip(tuner.hyper_optimizer.param_groups, settings, strict=True):
+            group.update(present)
+            _halve(group, ("lr", "initial_lr", "max_lr", "min_lr"))
+        if scheduler is not None and schedule is not None:
+            scheduler.load_state_dict(schedule)
+        for part in _with_parts(scheduler):
+            _halve(
+                getattr(part, "__dict__", {}), ("base_lrs", "max_lrs")
+            )  # some compute each rate from these
         self.states.append(state)
         self.failed = True
 
@@ -69,16 +73,11 @@ class Recovering(SavedRun, Protocol):
         """The last good states."""
 
 
-def _smaller(rate: Any) -> Any:
-    if isinstance(rate, list):
-        return [_SMALLER * one for one in rate]
-    return None if rate is None else _SMALLER * rate
-
-
-def _set_rates(optimizer: Optimizer, rates: list[Any]) -> None:
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = rate
+def _halve(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if (rate := settings.get(name)) is not None:
+            several = isinstance(rate, list | tuple)
+            settings[name] = [_SMALLER * one for one in rate] if several else _SMALLER * rate
 
 
 def _with_parts(scheduler: Any) -> list[Any]:

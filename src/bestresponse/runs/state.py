@@ -50,12 +50,13 @@ def check_state(tuner: SavedRun, saved: Mapping[str, Any]) -> None:
 def restore_state(tuner: SavedRun, saved: Mapping[str, Any], stacklevel: int = 2) -> None:
     """Restore the state, which `check_state` has passed."""
     for name, part in _parts(tuner).items():
+        needed = _settings(part)
         try:
             part.load_state_dict(saved["parts"][name][1])
         except (ValueError, KeyError) as error:
             raise ArgumentError(f"{name} must be like the saved one: {error}") from error
-        if missing := _missing_settings(part):
-            raise ArgumentError(f"{name} must be like the saved one, which lacks {missing}.")
+        if missing := needed - _settings(part):
+            raise ArgumentError(f"{name} must be like the saved one, which lacks {sorted(missing)}.")
     for name in _MODULES:
         _load_module(getattr(tuner.problem, name), saved["modules"][name])
     load_method(tuner, saved["method"], stacklevel + 1)
@@ -172,10 +173,9 @@ def _unlike_tensors(optimizer: Optimizer, saved: Any) -> str:
     return ""
 
 
-def _missing_settings(part: Any) -> list[str]:
-    if not isinstance(part, Optimizer):
-        return []
-    return sorted({name for g in part.param_groups for name in part.defaults if name not in g})
+def _settings(part: Any) -> set[str]:
+    """The settings that all groups of an optimiser have."""
+    return set.intersection(*(set(g) for g in part.param_groups)) if isinstance(part, Optimizer) else set()
 
 
 @torch.no_grad()
