@@ -49,8 +49,9 @@ class Tune:
     """Weight steps before the first hyper-step."""
     clip_weights: float | None = None
     """The largest norm of the training gradient."""
-    policy: Literal["warn", "raise", "skip"] = "warn"
-    """What to do when a solve fails: warn and continue, end the run, or skip the hyper-step."""
+    policy: Literal["warn", "raise", "skip", "return"] = "warn"
+    """What to do when a solve fails or a number is not finite: warn or end the run, end it, skip the step, or return to
+    the last good state with half the hyper-step."""
     watch_every: int = 10
     """Hyper-steps between two measurements of the watch, if the Setup has one."""
     patience: int = 0
