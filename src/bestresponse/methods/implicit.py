@@ -95,7 +95,7 @@ class Implicit(CurvatureMethod):
             stretch = damping_stretch(solution, b)
             del b
             mixed = products.of(solution) or resumed(system.mixed)(solution.x)
-            if all(x is None for x in mixed.values()):
+            if system.reached.isdisjoint(map(id, problem.hyperparameters.values())):
                 problem.warn_once(
                     "no mixed term",
                     "no hyperparameter reaches train_loss, so the hypergradient is the direct part alone, which "
