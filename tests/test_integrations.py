@@ -283,3 +283,15 @@ def test_a_loader_whose_inner_loader_has_no_state_is_replayed():
     again = Tuning(make(), Wrapper(loops.batches(loops.data()[1])))
     again.load_state_dict(tuning.state_dict())
     assert torch.equal(next(again.val_batches)[0], next(tuning.val_batches)[0])
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(9, False), (12, True)])
+def test_a_loop_without_a_hyper_step_warns(steps, warned):
+    tuning = Tuning(make(weight_steps=50), loops.batches(loops.data()[1]))
+    batch = loops.batches(loops.data()[0])[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with tuning:
+            for _ in range(steps):
+                tuning.after_batch(batch, 0.5)  # a plain number will do
+    assert any("no hyper-step was made in 12 weight steps" in str(w.message) for w in caught) == warned

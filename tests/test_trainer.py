@@ -303,5 +303,12 @@ def test_losses_of_the_trainer_are_refused(tmp_path):
     trainer.args.label_smoothing_factor, trainer.compute_loss_func = 0.0, lambda *a, **k: 0.0
     with pytest.raises(br.Error, match="got compute_loss_func"):
         TrainerTuning(trainer, tuning.problem, tuning.hyper_optimizer, [])
+    trainer.compute_loss_func, trainer.args.load_best_model_at_end = None, True
+    with pytest.raises(br.Error, match="must keep weights and hyperparameters together"):
+        TrainerTuning(trainer, tuning.problem, tuning.hyper_optimizer, [])
+    trainer.args.load_best_model_at_end = False
+    trainer.__class__ = type("Own", (type(trainer),), {"compute_loss": lambda *a, **k: 0.0})
+    with pytest.raises(br.Error, match="got a compute_loss of its own"):
+        TrainerTuning(trainer, tuning.problem, tuning.hyper_optimizer, [])
     with pytest.raises(br.Error, match=r"must be a transformers\.Trainer"):
         TrainerTuning(tuning.problem, tuning.problem, tuning.hyper_optimizer, [])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, require_package
+from ..errors import ArgumentError, EvaluationError, require_package
 from ..methods import Method
 from ..problem import Problem
 from .late import LateTuning, numbers_of
@@ -147,6 +147,11 @@ class TrainerTuning(LateTuning, TrainerCallback):
         if not (self._trainer.is_in_train and model.training):
             return self._evaluation_loss(model, inputs, return_outputs=return_outputs)
         loss = self.problem.train_loss(self.problem.model, self.problem.hyper, inputs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise EvaluationError(
+                f"train_loss must return a scalar tensor; got {got}. Return the mean, or outputs.loss."
+            )
         self._seen.append((inputs, loss.detach()))
         return (loss, None) if return_outputs else loss
 
@@ -169,11 +174,18 @@ def _check_trainer(trainer: object) -> None:
     own = {
         "compute_loss_func": trainer.compute_loss_func,
         "label_smoothing_factor": trainer.args.label_smoothing_factor,
+        "a compute_loss of its own": type(trainer).compute_loss is not Trainer.compute_loss,
     }
     if changed := [name for name, value in own.items() if value]:
         raise ArgumentError(
             f"the Trainer must leave the training loss to problem.train_loss; got {' and '.join(changed)}. Put it into "
             "train_loss, where it is differentiated."
+        )
+    if trainer.args.load_best_model_at_end:
+        raise ArgumentError(
+            "the Trainer must keep weights and hyperparameters together; got load_best_model_at_end=True, which puts "
+            "back the weights alone. Leave it out, and pass watch=... or callbacks=[callbacks.KeepBest()] here, whose "
+            "restore puts back both."
         )
     if trainer.args.n_gpu > 1:
         raise ArgumentError(

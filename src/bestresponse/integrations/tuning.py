@@ -1,6 +1,7 @@
 """Hyper-steps of a `Tuner` inside a training loop other than its own."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches
-from ..errors import ArgumentError, EvaluationError
+from ..errors import ArgumentError, BestResponseWarning, EvaluationError
 from ..passes import random_state
 from ..runs.streams import Stream
 from ..tuner import Tuner
@@ -18,6 +19,8 @@ from .gradients import KeepEmpty
 from .state import load_state, state_of
 
 Context = Callable[[], AbstractContextManager[Any]]
+# A session of so many weight steps without a hyper-step is a mistake.
+_SEVERAL = 10
 
 
 class Tuning:
@@ -68,8 +71,8 @@ class Tuning:
         if any(kind.__module__.startswith("accelerate.") for kind in type(val_batches).__mro__):
             raise ArgumentError(
                 "val_batches must not be prepared by accelerate, whose gradient accumulation would follow this loader "
-                "instead of the training loader; got a prepared one. Pass the plain loader, and "
-                "place=lambda batch: accelerate.utils.send_to_device(batch, accelerator.device)."
+                "instead of the training loader; got a prepared one. Pass the plain loader. (With Tuning, also "
+                "place=lambda batch: accelerate.utils.send_to_device(batch, accelerator.device).)"
             )
         self.tuner, self.context, self.place = tuner, context, place
         self.val_batches = Stream("val_batches", val_batches)
@@ -87,6 +90,7 @@ class Tuning:
     def __enter__(self) -> Self:
         _refuse_several_processes()
         self.tuner.stopped = None
+        self._began = self.tuner.hyper_step, self.tuner.weight_step
         self._gradients.begin()
         return self
 
@@ -97,13 +101,22 @@ class Tuning:
         trace: TracebackType | None = None,
     ) -> None:
         self._gradients.end()
+        tuner = self.tuner
+        none, steps = tuner.hyper_step == self._began[0], tuner.weight_step - self._began[1]
+        if kind is None and none and steps >= _SEVERAL and tuner.stopped is None:
+            warnings.warn(
+                f"no hyper-step was made in {steps} weight steps; one comes after every {tuner.weight_steps}, beyond "
+                f"the first {tuner.warmup_steps}. Lower weight_steps or warmup_steps.",
+                BestResponseWarning,
+                stacklevel=3,
+            )
         with ExitStack() as stack:
             for callback in self.tuner.callbacks:
                 if hasattr(callback, "close"):
                     stack.callback(callback.close)
 
     def after_batch(
-        self, batch: Any, loss: Tensor | None = None, stepped: bool = True
+        self, batch: Any, loss: Tensor | float | None = None, stepped: bool = True
     ) -> dict[str, Any] | None:
         """Count a training batch of the loop, and make a hyper-step if one is due.
 
@@ -118,7 +131,7 @@ class Tuning:
         tuner = self.tuner
         self._batches.append(batch)
         if loss is not None:
-            self.losses.append(loss.detach().reshape(()))
+            self.losses.append(torch.as_tensor(loss).detach().reshape(()))
         if not stepped:
             return None
         tuner.weight_step += 1

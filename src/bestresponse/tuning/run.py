@@ -56,8 +56,8 @@ class Tune:
     """Hyper-steps between two measurements of the watch, if the Setup has one."""
     patience: int = 0
     """End the run after so many measurements of the watch without a new minimum; 0 never ends it."""
-    save_every: int = 100
-    """Hyper-steps between two checkpoints; the last one is saved in any case."""
+    save_every: int = 0
+    """Hyper-steps between two checkpoints; 0 means a tenth of --steps, at most 100. The end is saved in any case."""
     seed: int = 0
     """The seed of torch before the function is called, and of the random draws in hypergradients."""
     threads: int = 0
@@ -84,7 +84,7 @@ class Tune:
     def _check(self) -> None:
         for name, least in (
             ("steps", 1),
-            ("save_every", 1),
+            ("save_every", 0),
             ("watch_every", 1),
             ("patience", 0),
             ("threads", 0),
@@ -115,8 +115,12 @@ class Tune:
             policy=self.policy,
             seed=self.seed,
             watch=watch,
-            callbacks=[*setup.callbacks, *stop, *own, callbacks.Checkpoint(folder / _STATE, self.save_every)],
+            callbacks=[*setup.callbacks, *stop, *own, callbacks.Checkpoint(folder / _STATE, self._every)],
         )
+
+    @property
+    def _every(self) -> int:
+        return self.save_every or max(1, min(100, self.steps // 10))
 
     def _begin(self, tuner: Tuner, report: callbacks.Report, folder: Path) -> None:
         """Make the folder, or load the run that is in it."""
