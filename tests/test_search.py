@@ -541,12 +541,19 @@ def begin(folder, together, trials, stop_at):
     return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
 
 
+def beats_of_the_seventh(folder):
+    """Whether the seventh trial has a heartbeat, which a thread of its process writes."""
+    with closing(sqlite3.connect(folder / "search.db")) as database:
+        (number,) = database.execute("SELECT COUNT(*) FROM trial_heartbeats WHERE trial_id = 7").fetchone()
+    return number == 1
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The folder of a search over a grid of nine points that was killed in its seventh trial, and its values."""
     folder = tmp_path_factory.mktemp("killed")
     process = begin(folder, 1, 9, 7)
-    while not (folder / "killed").exists():
+    while not ((folder / "killed").exists() and beats_of_the_seventh(folder)):
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()
