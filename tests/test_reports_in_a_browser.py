@@ -3,32 +3,17 @@
 
 import json
 import math
-import shutil
 
 import pytest
 
+import chromium
 from bestresponse import cli
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("matplotlib")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-    # playwright's own event loop
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = chromium.MARKS
 
-WIDTHS = {"desktop": 1280, "phone": 360}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+WIDTHS, browser = chromium.WIDTHS, chromium.browser
 
 
 @pytest.fixture(scope="module")

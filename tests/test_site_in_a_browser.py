@@ -2,7 +2,6 @@
 ``docs`` and ``browser`` and the system's Chromium."""
 
 import functools
-import shutil
 import subprocess
 import sys
 import threading
@@ -11,19 +10,14 @@ from pathlib import Path
 
 import pytest
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-playwright = pytest.importorskip("playwright.sync_api")
+import chromium
+
 pytest.importorskip("mkdocstrings_handlers.python")
 pytest.importorskip("material")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-    # playwright's own event loop
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = chromium.MARKS
 
-WIDTHS = {"desktop": 1280, "phone": 360}
+WIDTHS, browser = chromium.WIDTHS, chromium.browser
 # The elements of a page that reach over its right edge and do not scroll inside another element.
 CUT = """[...document.querySelectorAll('.md-content *')].filter(e => {
     const box = e.getBoundingClientRect();
@@ -50,14 +44,6 @@ def site(tmp_path_factory):
     yield f"http://127.0.0.1:{server.server_port}/", pages
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", "desktop"), ("dark", "phone")])

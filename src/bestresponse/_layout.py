@@ -26,7 +26,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     is a block of lines "key: value".
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    cells = [[cell(row.get(column)) for column in columns] for row in rows]
     texts = [any(isinstance(row.get(column), str) for row in rows) for column in columns]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     if _excess(widths) > 0:  # fold the keys
@@ -58,11 +58,12 @@ def _line(cells: Sequence[str], widths: Sequence[int], texts: Sequence[bool]) ->
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any, digits: int = 3) -> str:
+    """A value as short text; a float with so many significant digits."""
     if value is None:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.{digits}g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -16,6 +16,7 @@ from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, Evalu
 from .influence_sums import Query, Sums
 from .methods import Implicit
 from .methods.hypergradient import failure_message
+from .methods.supplies import supplies
 from .methods.validation import validation_gradient
 from .passes.foreign_errors import foreign_errors_told
 from .passes.forms import paused
@@ -139,13 +140,11 @@ class _Solves:
 
     def of(self, queries: list[Any]) -> list[Query]:
         """A query for each validation batch."""
-        problem, solver = self._passes.problem, self._method.solver
+        solver = self._method.solver
         assert solver is not None
         solver = solver.opening() if self._method.warm_start else solver
         wants, system = solver.wants, self._system
-        diagonal = problem.curvature_diagonal(system.names) if wants.diagonal else None
-        source = wants.preconditioner
-        inverse = None if source is None else source.make_preconditioner(self._passes, self._batch)
+        supplied = supplies(wants, self._passes, self._batch, system.names)
         memory: dict[str, Any] = {}
         found = []
         for query in queries:
@@ -155,9 +154,7 @@ class _Solves:
             b = system.responding({n: gradient[n] for n in system.names})
             with paused() as resumed:
                 products = system.in_turn(0) if wants.fresh_batches else system
-                solution = solver.solve(
-                    resumed(products), b, memory=memory, diagonal=diagonal, preconditioner=inverse
-                )
+                solution = solver.solve(resumed(products), b, memory=memory, **supplied)
             memory = dict(solution.memory)
             found.append(Query(loss, direct, replace(solution, residual=None, memory={})))
         return found

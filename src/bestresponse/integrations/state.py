@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ArgumentError
-from ..memory import settings_of
-from ..runs.checkpoint import _stateful
+from ..runs.checkpoint import callback_states, load_callback_states
 from ..runs.plain_data import as_data
-from ..runs.state import load_method, remembering
+from ..runs.state import load_method, method_state
 from ..tuner import Tuner
 
 _PARTS = ("hyper_optimizer", "hyper_scheduler")
@@ -16,15 +15,11 @@ _PROGRESS = ("hyper_step", "weight_step", "history")
 
 def state_of(tuner: Tuner, **more: Any) -> dict[str, Any]:
     """Hyperparameters, their optimiser and scheduler, the method's memory, callbacks and history, as plain data."""
-    problem = tuner.problem
     state = {
-        "hyper": problem.hyper.state_dict(),
+        "hyper": tuner.problem.hyper.state_dict(),
         "parts": {name: part.state_dict() for name in _PARTS if (part := getattr(tuner, name)) is not None},
-        "method": {
-            "settings": settings_of(tuner.method),
-            "states": {name: vars(problem.state(part)) for name, part in remembering(tuner).items()},
-        },
-        "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
+        "method": method_state(tuner),
+        "callbacks": callback_states(tuner),
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         **more,
     }
@@ -50,9 +45,4 @@ def load_state(tuner: Tuner, state: Mapping[str, Any]) -> None:
     load_method(tuner, state["method"])
     for name in _PROGRESS:
         setattr(tuner, name, state["progress"][name])
-    waiting = list(state["callbacks"])
-    for callback in _stateful(tuner):
-        found = next((x for x in waiting if x[0] == type(callback).__name__), None)
-        if found is not None:
-            waiting.remove(found)
-            callback.load_state_dict(found[1])
+    load_callback_states(tuner, state["callbacks"])

@@ -24,6 +24,7 @@ from .hypergradient import Hypergradient
 from .reach import refuse_unreached
 from .sharding import needing_whole
 from .singular import singular_operation
+from .supplies import supplies
 from .validation import validation_gradient
 
 # The error of a warm-started hypergradient is estimated once in so many calls.
@@ -155,9 +156,7 @@ class Implicit(CurvatureMethod):
         start = None if start is None else system.responding(start)
         solver = self.solver.opening() if self.warm_start and start is None else self.solver
         wants = solver.wants
-        diagonal = problem.curvature_diagonal(system.names) if wants.diagonal else None
-        source = wants.preconditioner
-        preconditioner = None if source is None else resumed(source.make_preconditioner)(passes, batch)
+        supplied = resumed(supplies)(wants, passes, batch, system.names)
         # A run of steps continues with the batch after the last one.
         fresh = system.in_turn(state.memory.get("count", 0)) if wants.fresh_batches else None
         solution = problem.system_solver(solver).solve(
@@ -165,10 +164,9 @@ class Implicit(CurvatureMethod):
             b,
             start=start,
             memory=state.memory,
-            diagonal=diagonal,
-            preconditioner=preconditioner,
+            **supplied,
         )
-        if preconditioner is None:
+        if (preconditioner := supplied["preconditioner"]) is None:
             return solution
         detail = "; ".join(filter(None, (solution.report.detail, preconditioner.detail)))
         return replace(solution, report=replace(solution.report, detail=detail))

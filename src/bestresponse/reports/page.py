@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import _layout
 from ..errors import ArgumentError
 from .recorded import is_number
 
@@ -156,15 +157,9 @@ def fold_out(title: str, body: str) -> str:
 
 def shown(value: Any) -> str:
     """A value as short text."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return ", ".join(map(shown, value)) or "none" if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value)) or "none"
+    return _layout.cell(value, digits=4)
 
 
 def _of_number(number: bool) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +17,7 @@ from ..errors import ArgumentError, BestResponseWarning, Error, FileError
 from ..passes import random_state
 from .plain_data import as_data
 from .recovery import Recovering
+from .run import SavedRun
 from .schema import RANKS, SAVED_RUN, Mismatch
 from .state import check_state, has_state, restore_state, state_of
 
@@ -78,7 +79,7 @@ def _write(
         "bestresponse": _FORMAT,
         **state_of(tuner),
         "last_good": tuner.last_good.state_dict(),
-        "callbacks": [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)],
+        "callbacks": callback_states(tuner),
         "progress": {name: getattr(tuner, name) for name in _PROGRESS},
         "settings": {name: getattr(tuner, name) for name in _SETTINGS},
         "ranks": others,
@@ -108,7 +109,7 @@ def load(tuner: Recovering, path: str | Path) -> None:
         )
     with _all_or_nothing(tuner):
         restore_state(tuner, content, stacklevel=5)
-        _load_callbacks(tuner, content["callbacks"])
+        load_callback_states(tuner, content["callbacks"])
         for name in _PROGRESS:
             setattr(tuner, name, content["progress"][name])
         tuner.last_good.load_state_dict(content["last_good"])
@@ -137,7 +138,13 @@ def _place(content: Mapping[str, Any], group: Group) -> dict[str, Any]:
     return {"streams": {}, "random": state}
 
 
-def _load_callbacks(tuner: Recovering, saved: list[Any]) -> None:
+def callback_states(tuner: SavedRun) -> list[Any]:
+    """The kind and the state of each callback that has one."""
+    return [[type(c).__name__, c.state_dict()] for c in _stateful(tuner)]
+
+
+def load_callback_states(tuner: SavedRun, saved: Sequence[Any]) -> None:
+    """Restore `callback_states`, each in the next callback of its kind."""
     waiting = list(saved)
     for callback in _stateful(tuner):
         found = next((x for x in waiting if x[0] == type(callback).__name__), None)
@@ -173,7 +180,7 @@ def _all_or_nothing(tuner: Recovering) -> Iterator[None]:
         ) from error
 
 
-def _stateful(tuner: Recovering) -> list[Any]:
+def _stateful(tuner: SavedRun) -> list[Any]:
     return [c for c in tuner.callbacks if has_state("the callback", c)]
 
 

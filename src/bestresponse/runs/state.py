@@ -20,15 +20,17 @@ _KINDS = {"a number": int | float, "a text": str, "a list": list | tuple, "a dic
 
 def state_of(tuner: SavedRun) -> dict[str, Any]:
     """The state, whose tensors are the live ones."""
-    problem = tuner.problem
     return {
-        "modules": {name: _module_state(getattr(problem, name)) for name in _MODULES},
+        "modules": {name: _module_state(getattr(tuner.problem, name)) for name in _MODULES},
         "parts": {name: [type(part).__name__, part.state_dict()] for name, part in _parts(tuner).items()},
-        "method": {
-            "settings": settings_of(tuner.method),
-            "states": {name: vars(problem.state(part)) for name, part in remembering(tuner).items()},
-        },
+        "method": method_state(tuner),
     }
+
+
+def method_state(tuner: SavedRun) -> dict[str, Any]:
+    """What the method remembers, for `load_method`."""
+    states = {name: vars(tuner.problem.state(part)) for name, part in remembering(tuner).items()}
+    return {"settings": settings_of(tuner.method), "states": states}
 
 
 def check_state(tuner: SavedRun, saved: Mapping[str, Any]) -> None:

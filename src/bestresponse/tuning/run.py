@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from .. import _layout
+from .._files import replacing
 from ..errors import ArgumentError, require, require_integer
 from ..experiments import runs
 from ..runs import callbacks
@@ -164,7 +165,8 @@ def _finish(tuner: Tuner, folder: Path, seed: int) -> None:
         rows.append(_row("best on the watch", kept, titles))
         headline = {"watch loss, lowest": kept["watch_loss"]} | headline
     state = {name: getattr(tuner.problem, name).state_dict() for name in ("model", "hyper")}
-    torch.save(state | {"hyper_step": kept["hyper_step"]}, folder / _TUNED)
+    with replacing(folder / _TUNED, "tune") as file:
+        torch.save(state | {"hyper_step": kept["hyper_step"]}, file)
     values = _values(tuner)
     result = {
         "headline": headline,
