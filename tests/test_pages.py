@@ -126,3 +126,8 @@ def test_the_methods_of_the_page_on_other_methods_run(digits):
     assert all(torch.allclose(g, whole.total[n]) for n, g in names["h"].total.items())
     tuner = _run("other-methods.md", digits, [learned])["tuner"]
     assert len(tuner.fit([digits["train"]], [digits["val"]], 5)) == 5
+
+
+def test_the_citation_and_the_changelog_are_those_of_this_version():
+    assert re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == br.__version__
+    assert re.search(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1] == br.__version__

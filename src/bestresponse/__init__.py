@@ -37,7 +37,7 @@ from .search import SearchResult, search
 from .solvers import MINRES, ConjugateGradient, Exact, Identity, Neumann, Nystrom, Solver, Status
 from .tuner import Tuner
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 __all__ = [
