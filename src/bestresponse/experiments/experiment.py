@@ -179,6 +179,7 @@ def run(experiment: Experiment) -> Path:
     result = {"headline": experiment.headline(table, rows), "rows": table, "seed": experiment.seed}
     result |= {"versions": runs.versions(), "seconds": round(time.perf_counter() - began, 1)}
     result |= experiment.more(rows)
+    result["metrics_sha256"] = runs.digest(folder)  # its figures carry the same, so that both can be matched
     happened = events(rows)
     result |= {"events": happened} if happened else {}
     runs.write_whole(folder / "result.json", result)

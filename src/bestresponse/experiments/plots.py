@@ -14,6 +14,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from .._files import replacing
+from . import runs
 
 # Legend handles are long enough to distinguish dashed lines from solid ones.
 plt.rcParams.update({"legend.frameon": False, "legend.handlelength": 3.5})
@@ -31,12 +32,16 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 def panels(
     path: Path, rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.0, 3.8), **more: Any
 ) -> Iterator[Any]:
-    """A figure with panels [rows, columns], which is saved at ``path`` and closed at the end."""
+    """A figure with panels [rows, columns], which is saved at ``path`` and closed at the end.
+
+    The entry "Source" of the picture's metadata identifies the ``metrics.jsonl`` beside it.
+    """
     figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
     try:
         yield axes
         with replacing(path, "--out") as file:
-            figure.savefig(file, dpi=150, format=path.suffix[1:])
+            metadata = {"Source": runs.digest(path.parent)}
+            figure.savefig(file, dpi=150, format=path.suffix[1:], metadata=metadata)
     finally:
         plt.close(figure)
 

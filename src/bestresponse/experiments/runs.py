@@ -1,6 +1,7 @@
 """The files of a run: configuration, rows and result."""
 
 import dataclasses
+import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,6 +107,12 @@ def read_rows(folder: Path) -> list[Row]:
         except json.JSONDecodeError:
             break
     return [row for row in rows if isinstance(row, dict)]
+
+
+def digest(folder: Path) -> str:
+    """The SHA-256 of ``metrics.jsonl``, in hexadecimal; of nothing if there is no such file."""
+    path = folder / "metrics.jsonl"
+    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
 
 
 def write_whole(path: Path, value: Any) -> None:
