@@ -1,7 +1,7 @@
 """The tables and the figures of the documents come from the same runs.
 
-docs/results/NAME.json is the result.json of ``bestresponse reproduce NAME``. Its figures carry the digest of the same rows, and
-the numbers of the first table below its command are those of its rows.
+docs/results/NAME.json is the result.json of ``bestresponse reproduce NAME``. Its figure carries the digest of the same
+metrics.jsonl. Below that command, the table whose lines have the names of its rows shows their numbers.
 """
 
 import json
@@ -15,14 +15,13 @@ RESULTS = sorted((DOCS / "results").glob("*.json"))
 NUMBER = re.compile(r"(?<![\w.])[−-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
-def _table(page, name):
-    """Header and rows of the first table below the command of an experiment, as lists of cells."""
-    text = page.read_text("utf-8")
-    found = re.search(rf"^    bestresponse reproduce {re.escape(name)}\b.*?^(\|.*?)\n(?!\|)", text, re.M | re.S)
-    if not found:
-        return None
-    header, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
-    return header, lines
+def _tables(page, name):
+    """The tables of the section that has the command of an experiment: header and rows, as lists of cells."""
+    for section in re.split(r"^##+ ", page.read_text("utf-8"), flags=re.M):
+        if re.search(rf"^    bestresponse reproduce {re.escape(name)}\b", section, re.M):
+            for table in re.findall(r"^\|.*\n(?:\|.*\n)+", section, re.M):
+                cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+                yield cells[0], cells[2:]
 
 
 def _values(row):
@@ -49,14 +48,12 @@ def test_a_wrong_digit_would_be_found():
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_table_has_the_numbers_of_its_result(path):
     rows = json.loads(path.read_text("utf-8"))["rows"]
-    tables = [table for page in sorted(DOCS.glob("*.md")) if (table := _table(page, path.stem))]
-    assert tables, f"no page has the command and a table of {path.stem}"
-    header, lines = tables[0]
+    named = {str(x): row for row in rows for x in row.values() if isinstance(x, str)}
+    tables = [table for page in sorted(DOCS.glob("*.md")) for table in _tables(page, path.stem)]
+    header, lines = next(t for t in tables if {label.strip("*`") for label, *_ in t[1]} <= named.keys())
     shown = 0
     for label, *cells in lines:
-        mine = [row for row in rows if label.strip("*` ") in map(str, row.values())]
-        assert mine, f"no row of the result is named {label}"
-        values = [value for row in mine for value in _values(row)]
+        values = _values(named[label.strip("*`")])
         for column, cell in zip(header[1:], cells, strict=True):
             for number in NUMBER.findall("" if "paper" in column else cell):
                 assert _is_rounded(number, values), f"{label}, {column}: {number} is not in the result"

@@ -46,7 +46,9 @@ def test_the_equilibrium_of_the_page_on_limits_has_the_slope_of_its_solution(cap
 
     def loss(rate):
         one, all_ones = torch.eye(2), torch.ones(2, 2)
-        field = torch.cat([torch.cat([2 * one + 2 * rate * all_ones, one], 1), torch.cat([-2 * one, 2 * one], 1)])
+        field = torch.cat(
+            [torch.cat([2 * one + 2 * rate * all_ones, one], 1), torch.cat([-2 * one, 2 * one], 1)]
+        )
         return torch.linalg.solve(field, torch.tensor([1.0, 1.0, 0.0, 0.0])).square().sum()
 
     slope = torch.func.grad(loss)(torch.tensor(0.5))
@@ -72,7 +74,10 @@ def digits():
     """A small classifier, as the names that the pages continue from."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     x, y = torch.randn(24, 5), torch.randint(3, (24,))
-    fit = lambda model, hyper, batch: F.cross_entropy(model(batch[0]), batch[1])
+
+    def fit(model, hyper, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
     decay = br.hyperparameters.WeightDecay(model)
     problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
     train, val = (x[:12], y[:12]), (x[12:], y[12:])
