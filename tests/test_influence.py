@@ -129,6 +129,38 @@ def test_other_hyperparameters(data):
         found.helpful(1)
 
 
+def test_two_traps(data):
+    """A hypergradient for each batch, and batches of unequal sizes without them: both are far off."""
+    right = br.influence(data.problem, data.batches, data.queries, EXACT).scores["table"]
+    sizes = [len(batch[0]) for batch in data.batches]
+    with pytest.warns(br.BestResponseWarning, match="equal weights to batches of 4 to 16 examples"):
+        equal = br.Batches(data.batches)
+
+    def scores(batch, query):
+        return br.hypergradient(data.problem, batch, query, EXACT).total["table"].to_dense()
+
+    for query, expected in zip(data.queries, right, strict=True):
+        each = sum(n / N * scores(batch, query) for n, batch in zip(sizes, data.batches, strict=True))
+        for wrong in (each, scores(equal, query)):
+            assert float((wrong - expected).norm() / expected.norm()) > 0.05
+        torch.testing.assert_close(scores(br.Batches(data.batches, sizes), query), expected)
+
+
+def test_a_size_needs_batches_with_sizes(data):
+    part, every = data.batches[1:2], br.Batches(data.batches, [4, 16, 10])
+    with pytest.warns(br.BestResponseWarning, match="14 of the 30 entries"):
+        expected = br.influence(data.problem, part, data.queries, EXACT, solve_on=every, size=N).scores[
+            "table"
+        ]
+    with pytest.warns(br.BestResponseWarning, match="14 of the 30 entries"):
+        found = br.influence(
+            data.problem, br.Batches(part, [16]), data.queries, EXACT, solve_on=every, size=N
+        ).scores["table"]
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(br.Error, match="size needs Batches"):
+        br.influence(data.problem, br.Batches(part), data.queries, EXACT, size=N)
+
+
 def test_rankings(data):
     found = br.influence(data.problem, data.batches, data.queries, EXACT)
     scores = found.scores["table"]

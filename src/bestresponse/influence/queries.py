@@ -88,6 +88,8 @@ def influence(
     examples, and all queries share it. The mixed term is a sum over batches, which are read one by one: memory does not
     grow with their number. Each query costs a solve and, for each batch, about the backward pass of a gradient.
 
+    A sum of hypergradients, one for each batch, is not the influence: each of them has the curvature of its own batch.
+
     Train the weights to a minimum of the training loss first. In a network, A may be indefinite: use `GaussNewton`,
     or damping.
 
