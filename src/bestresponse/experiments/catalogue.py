@@ -21,18 +21,8 @@ from .shapes import Shapes
 from .split import Split
 
 # In the order that the command line lists them.
-_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, Generalisation]
-_CLASSES += [
-    InfluencePictures,
-    InverseError,
-    InverseHessian,
-    LSTM,
-    Methods,
-    NoisyLabels,
-    Overfit,
-    OverfitAll,
-    Split,
-]
+_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, Generalisation, InfluencePictures]
+_CLASSES += [InverseError, InverseHessian, LSTM, Methods, NoisyLabels, Overfit, OverfitAll, Split]
 EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 
 
