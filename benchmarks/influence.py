@@ -1,6 +1,6 @@
-"""Influence of training examples: against retraining without each, beside kronfluence, and how cost and memory grow.
+"""Influence of training examples: against retraining without each, beside two libraries, and how cost and memory grow.
 
-    pip install kronfluence                      # optional; it is left out if it is missing
+    pip install kronfluence "pydvl[influence]"   # optional; each is left out if it is missing
     python benchmarks/influence.py --threads 1
 
 "retraining": softmax regression on 4,000 images of MNIST, trained to the minimum in float64. For 50 of the images,
@@ -146,16 +146,18 @@ def retraining(images: data.Images, removed: int = 50) -> list[dict[str, Any]]:
         scores = br.influence(setting.problem, batches_of(setting.x, setting.y), queries, method()).scores
         found[name] = -scores["table"][:, chosen], time.process_time() - began
     found.update(kronfluence(setting, queries, chosen))
+    found.update(pydvl(setting, queries, chosen))
     rows = []
     for name, (predicted, seconds) in found.items():
-        pairs = list(zip(predicted, actual, strict=True))
+        true = actual[-len(predicted) :]  # without the mean loss, if the method leaves it out
+        pairs = list(zip(predicted, true, strict=True))
         of_each = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs]
-        slope = float((predicted * actual).sum() / actual.square().sum())
+        slope = float((predicted * true).sum() / true.square().sum())
         rows.append(
             {
                 "method": name,
-                "correlation, mean loss": of_each[0],
-                "one image": sum(of_each[1:]) / 5,
+                "correlation, mean loss": of_each[0] if len(predicted) == len(queries) else None,
+                "one image": sum(of_each[-5:]) / 5,
                 "slope": slope,
                 "seconds": seconds,
             }
@@ -206,6 +208,36 @@ def kronfluence(
         each = torch.cat([scores.mean(0)[None], scores[: len(queries) - 1]]).to(setting.x.dtype)
         name = f"kronfluence, {strategy.upper()}"
         found[name] = each[:, chosen] / len(setting.x), time.process_time() - began
+    return found
+
+
+def pydvl(
+    setting: Trained, queries: list[tuple[Tensor, Tensor]], chosen: Tensor
+) -> dict[str, tuple[Tensor, float]]:
+    """The same by pyDVL, whose scores have kronfluence's sign and scale; its solves are for single images."""
+    if find_spec("pydvl") is None:
+        return {}
+    from pydvl.influence.torch import CgInfluence, EkfacInfluence
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = regression().to(setting.x.dtype)
+    model.load_state_dict(setting.model.state_dict())
+    loader = DataLoader(TensorDataset(setting.x, setting.y), batch_size=500)
+    train = setting.x[chosen], setting.y[chosen]
+    images = tuple(torch.cat(part) for part in zip(*queries[1:], strict=True))
+    found = {}
+    began = time.process_time()
+    solved = CgInfluence(model, F.cross_entropy, DECAY, rtol=1e-3, maxiter=300).fit(loader)
+    scores = solved.influences(*images, *train)
+    found["pyDVL, conjugate gradient"] = scores.detach() / len(setting.x), time.process_time() - began
+    # Its EKFAC is for float32 alone.
+    single = DataLoader(TensorDataset(setting.x.float(), setting.y), batch_size=500)
+    train, images = ((x.float(), y) for x, y in (train, images))
+    began = time.process_time()
+    factored = EkfacInfluence(model.float(), update_diagonal=True, hessian_regularization=DECAY).fit(single)
+    whole = factored.influences(setting.val_x.float(), setting.val_y, *train).mean(0)
+    scores = torch.cat([whole[None], factored.influences(*images, *train)]).to(setting.x.dtype)
+    found["pyDVL, EKFAC"] = scores.detach() / len(setting.x), time.process_time() - began
     return found
 
 

@@ -6,78 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bestresponse as br
-from bestresponse.hyperparameters import Weights
-from conftest import SEED
-
-N, CLASSES, DECAY = 30, 3, 0.1
-EXACT = br.Implicit(br.Exact())
-
-
-def drawn(number, size):
-    g = torch.Generator().manual_seed(SEED + number)
-    return torch.randn(size, 4, generator=g), torch.randint(CLASSES, (size,), generator=g)
-
-
-def penalty(model):
-    return DECAY * sum(w.square().sum() for w in model.parameters())
-
-
-def weighted_losses(outputs, batch):
-    logits, weights = outputs
-    return (weights * F.cross_entropy(logits, batch[2], reduction="none")).mean()
-
-
-def predict(model, hyper, batch):
-    return model(batch[1]), hyper(batch[0])
-
-
-def train_loss(model, hyper, batch):
-    return weighted_losses(predict(model, hyper, batch), batch) + penalty(model)
-
-
-def val_loss(model, hyper, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-class Data:
-    """A trained logistic regression with a weight for each example, and its batches of unequal sizes."""
-
-    def __init__(self, verify=True):
-        torch.manual_seed(0)
-        x, y = drawn(1, N)
-        self.whole = (torch.arange(N), x, y)
-        self.batches = [
-            tuple(part[rows] for part in self.whole) for rows in torch.arange(N).split([4, 16, 10])
-        ]
-        self.queries = [drawn(2, 1), drawn(3, 12)]
-        self.model, self.weights = nn.Linear(4, CLASSES), Weights(N, "clamp")
-        self.problem = br.Problem(self.model, self.weights, train_loss, val_loss, verify=verify)
-        self.train()
-
-    def train(self):
-        """Go to the minimum by Newton steps."""
-        with torch.no_grad():
-            for w in self.model.parameters():
-                w.zero_()
-        names, shapes = zip(*((n, w.shape) for n, w in self.model.named_parameters()), strict=True)
-        sizes = [s.numel() for s in shapes]
-
-        def loss(flat):
-            parts = {n: p.view(s) for n, p, s in zip(names, flat.split(sizes), shapes, strict=True)}
-            i, x, y = self.whole
-            logits = torch.func.functional_call(self.model, parts, (x,))
-            each = F.cross_entropy(logits, y, reduction="none")
-            return (self.weights.table.detach() * each).mean() + DECAY * flat.square().sum()
-
-        flat = torch.zeros(sum(sizes))
-        for _ in range(12):
-            slope = torch.autograd.functional.jacobian(loss, flat)
-            flat = flat - torch.linalg.solve(torch.autograd.functional.hessian(loss, flat), slope)
-        nn.utils.vector_to_parameters(flat, self.model.parameters())
-
-    def losses(self):
-        with torch.no_grad():
-            return torch.stack([val_loss(self.model, None, query) for query in self.queries])
+from weighted_regression import CLASSES, EXACT, PARTS, Data, N, penalty, val_loss
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +52,6 @@ def test_the_derivative_of_a_new_training():
     torch.testing.assert_close(scores[:, 7], (found[0] - found[1]) / 2e-5, rtol=1e-5, atol=1e-9)
 
 
-PARTS = predict, weighted_losses, lambda model, hyper, batch: penalty(model)
 STEPS = {"max_steps": 100, "tolerance": 1e-10}
 
 
@@ -199,6 +127,38 @@ def test_other_hyperparameters(data):
             torch.testing.assert_close(found.scores[name][q], h.total[name], rtol=1e-8, atol=1e-12)
     with pytest.raises(br.Error, match="a ranking needs one table"):
         found.helpful(1)
+
+
+def test_two_traps(data):
+    """A hypergradient for each batch, and batches of unequal sizes without them: both are far off."""
+    right = br.influence(data.problem, data.batches, data.queries, EXACT).scores["table"]
+    sizes = [len(batch[0]) for batch in data.batches]
+    with pytest.warns(br.BestResponseWarning, match="equal weights to batches of 4 to 16 examples"):
+        equal = br.Batches(data.batches)
+
+    def scores(batch, query):
+        return br.hypergradient(data.problem, batch, query, EXACT).total["table"].to_dense()
+
+    for query, expected in zip(data.queries, right, strict=True):
+        each = sum(n / N * scores(batch, query) for n, batch in zip(sizes, data.batches, strict=True))
+        for wrong in (each, scores(equal, query)):
+            assert float((wrong - expected).norm() / expected.norm()) > 0.05
+        torch.testing.assert_close(scores(br.Batches(data.batches, sizes), query), expected)
+
+
+def test_a_size_needs_batches_with_sizes(data):
+    part, every = data.batches[1:2], br.Batches(data.batches, [4, 16, 10])
+    with pytest.warns(br.BestResponseWarning, match="14 of the 30 entries"):
+        expected = br.influence(data.problem, part, data.queries, EXACT, solve_on=every, size=N).scores[
+            "table"
+        ]
+    with pytest.warns(br.BestResponseWarning, match="14 of the 30 entries"):
+        found = br.influence(
+            data.problem, br.Batches(part, [16]), data.queries, EXACT, solve_on=every, size=N
+        ).scores["table"]
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(br.Error, match="size needs Batches"):
+        br.influence(data.problem, br.Batches(part), data.queries, EXACT, size=N)
 
 
 def test_rankings(data):

@@ -48,6 +48,7 @@ SMALL = {
     "inverse-hessian": ("--hidden", 2, "--terms", 1, 5, 20, "--steps", 100),
     "generalisation": ("--settings", "wine", "mlp-500", "--budget", 0.001),
     "distill": ("--steps", 4),
+    "influence": ("--examples", 60, "--digits", 3, "--width", 4),
     "noisy-labels": ("--hyper-steps", 2, "--warmup", 5, "--steps", 5),
     "split": ("--steps", 3, "--examples", 40, "--shares", 0.2, 0.5),
     "overfit-all": ("--steps", 2, "--model", "linear"),

@@ -286,6 +286,71 @@ def test_exact_refuses_large_systems():
         br.Exact(limit=5).solve(system.product, system.tree)
 
 
+def test_exact_reuses_its_matrix_as_often_as_it_may():
+    """A moved matrix: the answers are those of the first one until the matrix is made again."""
+    first, second = (SYSTEMS[name].matrix for name in ("definite", "indefinite"))
+    solver, memory, products = br.Exact(0.1, reuse=2), {}, []
+    generator = torch.Generator().manual_seed(SEED)
+    for matrix, met in ((first, first), (second, first), (second, first), (second, second)):
+        b = torch.randn(9, generator=generator)
+        solution = solver.solve(lambda v, m=matrix: {"w": m @ v["w"]}, {"w": b}, memory=memory)
+        memory = solution.memory
+        products.append(solution.report.products)
+        expected = torch.linalg.solve(met + 0.1 * torch.eye(9), b)
+        torch.testing.assert_close(solution.x["w"], expected, rtol=1e-8, atol=1e-10)
+    assert products == [9, 0, 0, 9]
+    shorter = solver.solve(lambda v: v, {"w": torch.ones(5)}, memory=memory)
+    assert shorter.report.products == 5  # another size: the matrix is made again
+    assert br.Exact().solve(lambda v: v, {"w": torch.ones(5)}).memory == {}
+
+
+def test_a_kept_matrix_with_zero_rows_serves_right_hand_sides_within_and_outside_them():
+    matrix, solver, memory = torch.diag(torch.tensor([2.0, 0.0, 4.0])), br.Exact(reuse=5), {}
+    found = []
+    for b in ([2.0, 0.0, 4.0], [2.0, 3.0, 4.0], [4.0, 0.0, 4.0]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # only the solve that makes the matrix names its rank
+            solution = solver.solve(lambda v: {"w": matrix @ v["w"]}, {"w": torch.tensor(b)}, memory=memory)
+        memory = solution.memory
+        found.append((solution.x["w"].tolist(), solution.report.status))
+    assert found[0] == (pytest.approx([1.0, 0.0, 1.0]), Status.CONVERGED)
+    assert found[1][1] is Status.DIVERGED  # no solution
+    assert found[2] == (pytest.approx([2.0, 0.0, 1.0]), Status.CONVERGED)
+
+
+class Given(br.solvers.Preconditioner):
+    """The dense inverse of a matrix with damping."""
+
+    detail = "dense"
+
+    def __init__(self, matrix):
+        self.matrix = matrix
+
+    def make_preconditioner(self, passes, batch):
+        return self
+
+    def at(self, damping):
+        damped = self.matrix + damping * torch.eye(len(self.matrix))
+        return lambda r: {"w": torch.linalg.solve(damped, r["w"])}
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+def test_inverse_is_the_inverse_of_a_curvature_without_products(damping):
+    matrix, b = SYSTEMS["definite"].matrix, {"w": 7.0 * SYSTEMS["definite"].b}
+    solver = br.solvers.Inverse(Given(matrix), damping)
+    assert solver.wants.preconditioner is solver.curvature
+    solution = solver.solve(lambda v: v, b, preconditioner=solver.curvature)
+    expected = torch.linalg.solve(matrix + damping * torch.eye(9), b["w"])
+    torch.testing.assert_close(solution.x["w"], expected, rtol=1e-10, atol=1e-12)
+    report = solution.report
+    assert (report.products, report.residual, report.status) == (0, None, Status.STEPS_USED)
+    assert (report.damping, report.detail) == (damping or None, "dense")
+    lost = Given(math.nan * matrix)
+    assert solver.solve(lambda v: v, b, preconditioner=lost).report.status is Status.NOT_FINITE
+    with pytest.raises(br.Error, match=r"needs a problem and a batch: solve through Implicit"):
+        solver.solve(lambda v: v, b)
+
+
 @pytest.mark.parametrize(
     "solver",
     [br.Neumann(5), br.Neumann(5, 0.1), br.ConjugateGradient(5), br.ConjugateGradient(5, damping=None)],
@@ -343,6 +408,9 @@ def test_products_of_another_layout_are_refused():
         (lambda: br.ConjugateGradient(damping=-1.0), "ConjugateGradient.damping"),
         (lambda: br.ConjugateGradient(damping=math.nan), "ConjugateGradient.damping"),
         (lambda: br.Exact(damping=-1.0), "Exact.damping"),
+        (lambda: br.Exact(reuse=-1), "Exact.reuse"),
+        (lambda: br.solvers.Inverse(br.Hessian()), "Inverse.curvature"),
+        (lambda: br.solvers.Inverse(Given(torch.eye(2)), damping=-1.0), "Inverse.damping"),
     ],
 )
 def test_arguments_out_of_range(make, name):

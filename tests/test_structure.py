@@ -26,7 +26,7 @@ LAYERS = [
     ["curvatures", "hypernetworks", "runs", "search", "_optuna"],
     ["verification"],
     ["methods"],
-    ["tuner", "diagnostics", "influence", "influence_sums"],
+    ["tuner", "diagnostics", "influence"],
     ["testing", "cross_validation"],
     ["integrations"],
     ["experiments"],

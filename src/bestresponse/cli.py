@@ -31,6 +31,7 @@ _EXPERIMENTS = {
     "shapes": "every matrix of one hypergradient, with its shape and its entries",
     "distill": "one image a class, every pixel tuned, on which a classifier learns the task",
     "generalisation": "few and many tuned hyperparameters on new data, at equal CPU time",
+    "influence": "the training images that helped and harmed most, and training without them",
     "inverse-error": "hypergradients of approximate inverses beside the exact one",
     "inverse-hessian": "the inverse of a training Hessian by Neumann series and exactly",
     "lstm": "the dropout rates of a language model, tuned in seven ways",

@@ -9,6 +9,7 @@ from .best_response import BestResponse
 from .distill import Distill
 from .experiment import Experiment
 from .generalisation import Generalisation
+from .influence import InfluencePictures
 from .inverse_error import InverseError
 from .inverse_hessian import InverseHessian
 from .lstm import LSTM
@@ -20,7 +21,7 @@ from .shapes import Shapes
 from .split import Split
 
 # In the order that the command line lists them.
-_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, Generalisation]
+_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, Generalisation, InfluencePictures]
 _CLASSES += [InverseError, InverseHessian, LSTM, Methods, NoisyLabels, Overfit, OverfitAll, Split]
 EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 

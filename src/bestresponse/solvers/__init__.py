@@ -4,7 +4,7 @@ They are independent of problems and losses: ``Neumann(terms=20).solve(A, b)`` t
 """
 
 from .base import MakesPreconditioner, Solver, Wants
-from .direct import Exact, Identity
+from .direct import Exact, Identity, Inverse
 from .gmres import GMRES
 from .krylov import ConjugateGradient
 from .minimal_residual import MINRES
@@ -20,6 +20,7 @@ __all__ = [
     "ConjugateGradient",
     "Exact",
     "Identity",
+    "Inverse",
     "MakesPreconditioner",
     "Neumann",
     "Nystrom",

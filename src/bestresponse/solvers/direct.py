@@ -1,17 +1,26 @@
-"""The two extremes: the identity as the inverse, and the dense inverse."""
+"""Solvers without iterations: the identity as the inverse, the dense inverse, and the inverse of a curvature."""
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
-from ..errors import ArgumentError, BestResponseWarning, require, require_integer, require_number
-from .base import Solver
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BestResponseWarning,
+    require,
+    require_integer,
+    require_number,
+)
+from .base import MakesPreconditioner, Solver, Wants
 from .capacity import require_memory
+from .preconditioning import given_preconditioner
 from .system import Product, Report, Solution, Status, System, no_unique_answer
 
 # The relative residual that an answer may have, and that a least-squares solution has if the system has a solution.
@@ -44,6 +53,8 @@ class Exact(Solver):
     Args:
         damping: δ ≥ 0.
         limit: the largest number of weights n to accept; n products and 8 n² bytes are needed.
+        reuse: how many further solves use the same matrix, at no product; ≥ 0. In `influence`, where all solves have
+            one curvature, all use it anyway. It keeps 16 n² bytes, or 24 if some rows are zero.
 
     Raises:
         ArgumentError: n > limit, or damping < 0.
@@ -51,8 +62,10 @@ class Exact(Solver):
 
     damping: float = 0.0
     limit: int = 5_000
+    reuse: int = 0
 
     def __post_init__(self) -> None:
+        require_integer("Exact.reuse", self.reuse, 0)
         require_number("Exact.damping", self.damping)
         require(0 <= self.damping < math.inf, "Exact.damping", "≥ 0 and finite", self.damping)
         require_integer("Exact.limit", self.limit, 1)
@@ -65,64 +78,135 @@ class Exact(Solver):
         return self.damping
 
     def iterate(self, system: System) -> Solution:
-        n = _tree.size(system.b)
+        flat_b = _tree.flatten(system.b)
+        kept, made = self._kept(system, flat_b), 0
+        if kept is None:
+            kept, made = self._dense(system, flat_b), len(flat_b)
+            if kept is None:
+                zero = _tree.zeros_like(system.b)
+                return Solution(zero, Report(Status.NOT_FINITE, products=made, steps=0, residual=1.0))
+        b = flat_b.double()
+        # A weight with a zero row, a zero column and a zero entry of b is not part of the system.
+        part = kept["inside"] | (b != 0)
+        if "part" not in kept or not torch.equal(part, kept["part"]):
+            inner = kept["matrix"] if bool(part.all()) else kept["matrix"][part][:, part]
+            values, vectors = torch.linalg.eigh((inner + inner.T) / 2)
+            kept = {**kept, "part": part, "inner": inner, "values": values, "vectors": vectors}
+            kept["columns"] = torch.linalg.vector_norm(inner, dim=0)
+        x, report = self._solved(kept, b, flat_b.dtype, system.eps, first=made > 0)
+        again = self.reuse if made else kept["again"] - 1
+        memory = dict(system.memory) | ({"dense": kept | {"again": again}} if self.reuse else {})
+        return Solution(_tree.unflatten(x, system.b), replace(report, products=made), memory)
+
+    def _kept(self, system: System, b: Tensor) -> dict[str, Any] | None:
+        """The matrix of an earlier solve, unless it has been used as often as it may be, or no longer fits."""
+        kept: dict[str, Any] | None = system.memory.get("dense")
+        if kept is None or not kept["again"]:
+            return None
+        return kept if len(kept["matrix"]) == len(b) and kept["matrix"].device == b.device else None
+
+    def _dense(self, system: System, b: Tensor) -> dict[str, Any] | None:
+        """The matrix, and which of its rows or columns are not zero; None if it is not finite."""
+        n = len(b)
         if n > self.limit:
             raise ArgumentError(
                 f"Exact needs at most limit={self.limit:,} weights; got {n:,}, whose dense curvature takes "
                 f"{8 * n * n / 2**30:.1f} GiB and {n:,} products. Use ConjugateGradient, or raise the limit."
             )
-        flat_b = _tree.flatten(system.b)
         # The columns, the matrix of them, and its symmetric part with eigenvectors.
-        needed = {flat_b.device: 4 * 8 * n * n}
+        needed = {b.device: 4 * 8 * n * n}
         require_memory(f"Exact with {n:,} weights", needed, "Use ConjugateGradient, which needs no matrix.")
         if not bool(torch.isfinite(matrix := dense(system.A, system.b)).all()):
-            zero = _tree.zeros_like(system.b)
-            return Solution(zero, Report(Status.NOT_FINITE, products=n, steps=0, residual=1.0))
+            return None
         # A weight whose gradient no other weight changes (the row of a padding index) must not change others either.
         apart = ~(matrix - torch.diag(matrix.diag())).any(dim=1)
         matrix[:, apart] = torch.diag(matrix.diag())[:, apart]
-        b = flat_b.double()
-        # A weight with a zero row, a zero column and a zero entry of b is not part of the system.
-        part = matrix.any(dim=0) | matrix.any(dim=1) | (b != 0)
-        matrix, b = matrix[part][:, part], b[part]
-        size = len(b)
-        values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-        damped = values + self.damping
-        precision = min(torch.finfo(flat_b.dtype).eps, torch.finfo(torch.float32).eps)
-        kept = damped.abs() > 4.0 * precision * size**0.5 * damped.abs().max()
-        rank = int(kept.sum())
-        inverse = torch.where(kept, 1.0 / torch.where(kept, damped, 1.0), 0.0)
+        return {"matrix": matrix, "inside": matrix.any(dim=0) | matrix.any(dim=1)}
+
+    def _solved(
+        self, kept: dict[str, Any], b: Tensor, dtype: torch.dtype, eps: float, first: bool
+    ) -> tuple[Tensor, Report]:
+        """The solution in float64 and its report; the ``first`` solution by a matrix warns of its rank."""
+        part, values, vectors = kept["part"], kept["values"], kept["vectors"]
+        size, damped, b = len(values), values + self.damping, b[part]
+        precision = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        used = damped.abs() > 4.0 * precision * size**0.5 * damped.abs().max()
+        rank = int(used.sum())
+        inverse = torch.where(used, 1.0 / torch.where(used, damped, 1.0), 0.0)
         x = vectors @ (inverse * (vectors.T @ b))
         met = float(values[0]), float(values[-1])
         detail = no_unique_answer(met, precision, self.damping)
         if rank < size:
             detail = f"rank {rank} of {size}: the least-squares solution of smallest norm"
-            warnings.warn(
-                f"Exact needs an invertible curvature; got {detail}. Add damping or a regulariser "
-                "if you do not want that solution.",
-                BestResponseWarning,
-                stacklevel=2,
-            )
-        x = x.to(flat_b.dtype).double()  # as it is returned
-        residual = float(torch.linalg.vector_norm(b - matrix @ x - self.damping * x))
+            _warn_of_rank(detail, first)
+        x = x.to(dtype).double()  # as it is returned
+        residual = float(torch.linalg.vector_norm(b - kept["inner"] @ x - self.damping * x))
         # Rounding of x, and again when x is scaled, gives about this residual.
-        residual = max(residual, 0.5 * system.eps * float(torch.linalg.matrix_norm(matrix * x)))
+        residual = max(residual, 0.5 * eps * float(torch.linalg.vector_norm(kept["columns"] * x)))
         status = Status.CONVERGED
-        if residual > max(_LEFT, 4.0 * system.eps):
+        if residual > max(_LEFT, 4.0 * eps):
             status = Status.DIVERGED
         elif rank < size and residual > _SOLVED:
             status = Status.STEPS_USED
-        report = Report(
-            status,
-            products=n,
-            steps=1,
-            residual=residual,
-            damping=self.damping or None,
-            curvature=met,
-            detail=detail,
+        report = Report(status, 0, 1, residual, damping=self.damping or None, curvature=met, detail=detail)
+        return torch.zeros_like(part, dtype=x.dtype).masked_scatter_(part, x), report
+
+
+def _warn_of_rank(detail: str, first: bool) -> None:
+    if first:
+        warnings.warn(
+            f"Exact needs an invertible curvature; got {detail}. Add damping or a regulariser "
+            "if you do not want that solution.",
+            BestResponseWarning,
+            stacklevel=2,
         )
-        whole = torch.zeros(n, dtype=x.dtype, device=x.device).masked_scatter_(part, x)
-        return Solution(_tree.unflatten(whole, system.b), report)
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse(Solver):
+    """x = (M + δI)⁻¹ b with the inverse that a curvature M, such as `KFAC`, has of itself, at no product.
+
+    M takes the place of the curvature of the method, which serves for the weights of the system alone. Nothing
+    measures how far x is from A⁻¹b: the report has no residual. ``ConjugateGradient(preconditioner=M)`` goes on from
+    there to the solution. One inverse serves a whole call, so `influence` has many queries at the cost of its factors.
+
+    Args:
+        curvature: M. With ``KFAC(predict, loss, rest, steady=0)`` the inverse is that of the Kronecker factors, with
+            the mean of the known diagonal of ``rest`` for each layer.
+        damping: δ ≥ 0.
+
+    Raises:
+        ArgumentTypeError: ``curvature`` has no inverse of its own.
+
+    Reference: Grosse et al. (2023).
+    """
+
+    curvature: MakesPreconditioner
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.curvature, type) or not isinstance(self.curvature, MakesPreconditioner):
+            raise ArgumentTypeError(
+                "Inverse.curvature must have an inverse of its own, such as KFAC(predict, loss, rest, steady=0); got "
+                f"{self.curvature!r}. For other curvatures use ConjugateGradient."
+            )
+        require_number("Inverse.damping", self.damping)
+        require(0 <= self.damping < math.inf, "Inverse.damping", "≥ 0 and finite", self.damping)
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(preconditioner=self.curvature)
+
+    def shift(self, memory: object) -> float:
+        return self.damping
+
+    def iterate(self, system: System) -> Solution:
+        inverse = given_preconditioner(self.curvature, system, self.damping)
+        assert inverse is not None
+        assert system.preconditioner is not None
+        x, detail = inverse(system.b), system.preconditioner.detail
+        status = Status.NOT_FINITE if _tree.not_finite(x) else Status.STEPS_USED
+        return Solution(x, Report(status, 0, 0, None, damping=self.damping or None, detail=detail))
 
 
 def dense(A: Product, like: Tree) -> Tensor:

@@ -30,8 +30,8 @@ class Nystrom(Solver):
     Args:
         rank: the number of products; ≥ 1.
         damping: δ ≥ 0. Zero leaves out what Â does not see, and gives the least-squares solution.
-        reuse: how many further solves use the same Â, at one product each, for the residual; ≥ 0. The queries of
-            `influence` have one curvature, so all can share it. Along a run the residual shows how far A has moved.
+        reuse: how many further solves use the same Â, at one product each, for the residual; ≥ 0. In `influence`,
+            where all solves have one curvature, all use it anyway. Along a run the residual shows how far A has moved.
 
     Reference: Hataya and Yamada (2023); Frangella, Tropp and Udell (2023).
     """

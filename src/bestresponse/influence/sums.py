@@ -1,18 +1,17 @@
 """The sums that influence functions take over the training batches."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .distributed import Group
-from .errors import BestResponseWarning
-from .methods.base import combine
-from .methods.reach import refuse_unreached
-from .problem import Problem
-from .solvers import Solution
+from ..distributed import Group
+from ..methods.base import combine
+from ..methods.reach import refuse_unreached
+from ..problem import Problem
+from ..solvers import Solution
+from .solves import warn_of_missing
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,8 @@ class Sums:
         whole = self.whole if size is None else size
         refuse_unreached(self._problem, queries[0].direct, self.reached)
         for name, seen in self._seen.items():
-            if seen is not None and not bool(seen.all()):
-                warnings.warn(
-                    f"{int((~seen).sum())} of the {len(seen)} entries of {name!r} are in no training batch: their "
-                    "scores are 0. Pass a loader over all examples, with drop_last=False.",
-                    BestResponseWarning,
-                    stacklevel=4,
-                )
+            if seen is not None:
+                warn_of_missing(name, seen)
         for q, query in enumerate(queries):
             own = {n: x[q] / whole if n in self._seen else None for n, x in self._total.items()}
             for name, x in combine(self._problem, query.loss, query.direct, own).total.items():
