@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the README, CONTRIBUTING and the changelog as pages, and a page for each file that a page links to.
+"""A hook of mkdocs: texts outside docs/ as pages, such as the README, and a page for each file that a page links to.
 
 Links in the repository stay those of the repository; this hook translates them into links of the site.
 """
@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 PAGES = {
     "README.md": "index.md",
+    "examples/README.md": "examples.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",

@@ -83,7 +83,7 @@ def main() -> None:
         weight_steps=5,
         warmup_steps=50,
     )
-    history = tuner.fit([train], [val], hyper_steps=200)
+    history = tuner.fit([train], [val], hyper_steps=120)
     model.eval()
     with torch.no_grad():
         loss = float(val_loss(model, model.tuned, test))

@@ -29,8 +29,24 @@ class Settings(nn.Module):
         return self.logit.sigmoid()
 
 
-def fit(model: nn.Module, settings: Settings, batch: Batch) -> Tensor:
+def fit(model: nn.Module, settings: Settings | None, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 2))
+
+
+def with_fixed(rate: float, momentum: float, train: Batch, val: Batch, steps: int) -> float:
+    """The validation loss after as many steps with fixed settings."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=momentum)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        fit(model, None, train).backward()
+        optimizer.step()
+    return fit(model, None, val).item()
 
 
 def main() -> None:
@@ -38,7 +54,7 @@ def main() -> None:
     x = torch.randn(2000, 10)
     y = (x[:, 0] + x[:, 1] * x[:, 2] > 0).long()
     train, val = (x[:1000], y[:1000]), (x[1000:], y[1000:])
-    model, settings = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 2)), Settings()
+    model, settings = network(), Settings()
     weights = torch.optim.SGD(model.parameters(), settings.rate().item(), momentum=settings.momentum().item())
 
     def hand_on(tuner: br.Tuner) -> None:
@@ -56,6 +72,9 @@ def main() -> None:
     history = tuner.fit([train], [val], hyper_steps=60)
     print(f"validation loss {history[0]['val_loss']:.3f} → {history[-1]['val_loss']:.3f}")
     print(f"learning rate {settings.rate().item():.3f}, momentum {settings.momentum().item():.3f}")
+    for rate, momentum in ((1e-3, 0.5), (1e-2, 0.9), (1e-1, 0.9)):
+        loss = with_fixed(rate, momentum, train, val, steps=600)
+        print(f"a fixed rate of {rate:g} with momentum {momentum:g}: validation loss {loss:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Tune the weight of each data source with a module of hyperparameters of your own.
+"""Weights of several tasks' losses, inside a loop with every trick of the trade.
 
-Ten sources give the same linear task with ever more label noise; the validation data is clean. Gradient descent on
-the validation loss finds by itself which sources to trust.
+One network predicts three targets. Only the first one counts, and it has few labels. The second is related to it and
+helps; the third has nothing to do with it and takes the network's capacity. The loop has autocast, a GradScaler,
+gradient accumulation, clipping and a schedule. Three things are new in it: the problem, `inputs=`, and the hyper-step.
 
     python examples/loss_weights.py
 """
@@ -11,52 +12,89 @@ from torch import Tensor, nn
 
 import bestresponse as br
 
-SOURCES = 10
+Batch = tuple[Tensor, Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TASKS, STEPS, PARTS = 3, 300, 2
 
 
-class SourceWeights(nn.Module):
-    """A weight for each source, positive and of mean one."""
+class TaskWeights(nn.Module):
+    """A positive weight for each task; that of the first is one."""
 
-    def __init__(self, sources: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.logits = nn.Parameter(torch.zeros(sources))
+        self.logs = nn.Parameter(torch.zeros(TASKS - 1))
 
     def forward(self) -> Tensor:
-        return len(self.logits) * self.logits.softmax(dim=0)
+        return torch.cat([self.logs.new_ones(1), self.logs.exp()])
 
 
-def train_loss(model: nn.Module, hyper: SourceWeights, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    x, y, source = batch
-    each = (model(x)[:, 0] - y).square()
-    return (hyper()[source] * each).mean()
+def errors(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean squared error of each task; a missing label is NaN."""
+    with torch.autocast(DEVICE, torch.float16):  # inside the loss, so that hypergradients run in it too
+        outputs = model(batch[0])
+    there = ~batch[1].isnan()
+    squares = (outputs.float() - batch[1].nan_to_num()).square() * there
+    return squares.sum(0) / there.sum(0).clamp(min=1)
 
 
-def val_loss(model: nn.Module, hyper: SourceWeights, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0])[:, 0] - batch[1]).square().mean()
+def train_loss(model: nn.Module, weights: TaskWeights, batch: Batch) -> Tensor:
+    return (weights() * errors(model, batch)).sum()
+
+
+def val_loss(model: nn.Module, weights: TaskWeights, batch: Batch) -> Tensor:
+    return errors(model, batch)[0]
+
+
+def data(examples: int, labelled: float = 1.0) -> Batch:
+    """Three targets; the first one is there for a part of the examples."""
+    x = torch.randn(examples, 20)
+    first = torch.sin(x[:, 0] + x[:, 1])
+    targets = [first, first + 0.3 * torch.randn(examples), 3 * torch.sin(3 * x[:, 2:8]).sum(1)]
+    y = torch.stack(targets, 1)
+    y[torch.rand(examples) > labelled, 0] = float("nan")
+    return x.to(DEVICE), y.to(DEVICE)
+
+
+def train(tune: bool, first_only: bool = False) -> tuple[float, list[float]]:
+    """The test loss of the first task, and the weights."""
+    torch.manual_seed(0)
+    batches = [data(64, labelled=0.2) for _ in range(8)]
+    val, test = data(100), data(2000)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, TASKS)).to(DEVICE)
+    weights = TaskWeights().to(DEVICE)
+    if first_only:
+        nn.init.constant_(weights.logs, -20.0)
+    problem = br.Problem(model, weights, train_loss, val_loss)
+    method, hyper_optimizer = br.Implicit(), torch.optim.Adam(weights.parameters(), 0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS, 1e-3)
+    scaler = torch.amp.GradScaler(DEVICE)
+
+    for step in range(STEPS):
+        parts = [batches[(PARTS * step + part) % len(batches)] for part in range(PARTS)]
+        for part in parts:
+            loss = problem.train_loss(model, weights, part) / PARTS
+            scaler.scale(loss).backward(inputs=list(problem.weights.values()))  # not into the task weights
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(problem.weights.values(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        if tune and step >= 50 and step % 5 == 4:
+            br.backward(problem, br.Batches(parts), val, method)  # the same micro-batches; never scaled
+            hyper_optimizer.step()
+            hyper_optimizer.zero_grad()
+    with torch.no_grad():
+        return float(val_loss(model, weights, test)), weights().tolist()
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    truth = torch.randn(30)
-    x = torch.randn(400, 30)
-    source = torch.arange(400) % SOURCES
-    train = (x, x @ truth + 0.5 * source * torch.randn(400), source)
-    x_val = torch.randn(200, 30)
-    val = (x_val, x_val @ truth)
-
-    model, hyper = nn.Linear(30, 1), SourceWeights(SOURCES)
-    problem = br.Problem(model, hyper, train_loss, val_loss)
-    tuner = br.Tuner(
-        problem,
-        torch.optim.SGD(problem.weights.values(), 0.02),
-        torch.optim.Adam(problem.hyperparameters.values(), 0.05),
-        br.Implicit(),
-        weight_steps=10,
-        warmup_steps=100,
-    )
-    history = tuner.fit([train], [val], hyper_steps=150)
-    print(f"validation loss {history[0]['val_loss']:.3f} → {history[-1]['val_loss']:.3f}")
-    print("weights of the sources, the cleanest first:", [round(w, 2) for w in hyper().tolist()])
+    print(f"test loss of the first task, trained alone: {train(tune=False, first_only=True)[0]:.3f}")
+    print(f"test loss, equal weights: {train(tune=False)[0]:.3f}")
+    loss, weights = train(tune=True)
+    print(f"test loss, tuned weights: {loss:.3f}")
+    print(f"weight of the related task {weights[1]:.2g}, of the unrelated one {weights[2]:.2g}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,13 @@ def test_the_navigation_has_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8").partition("nav:")[2].partition("\nvalidation:")[0]
     listed = re.findall(r": (\S+\.md)$", navigation, re.M)
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert set(listed) == pages | {"index.md", "contributing.md", "changelog.md", "security.md"}
+    assert set(listed) == pages | {
+        "index.md",
+        "examples.md",
+        "contributing.md",
+        "changelog.md",
+        "security.md",
+    }
     assert len(listed) == len(set(listed))
 
 
