@@ -3,6 +3,7 @@
 Links in the repository stay those of the repository; this hook translates them into links of the site.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -31,12 +32,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             target = _linked(page.src_uri, link)
             name = _page_of(target)
             if name and name.startswith("files/") and name not in files.src_uris:
-                text = (ROOT / target).read_text(encoding="utf-8")
-                content = f"# {target}\n\n````{Path(target).suffix[1:]}\n{text}````\n"
+                content = _shown(target)
                 files.append(
                     File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
                 )
     return files
+
+
+def _shown(target: str) -> str:
+    """A file of the repository as a page: its text as code, and a notebook with its pictures."""
+    text = (ROOT / target).read_text(encoding="utf-8")
+    if not target.endswith(".ipynb"):
+        return f"# {target}\n\n````{Path(target).suffix[1:]}\n{text}````\n"
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"````python\n{source}\n````")
+        for output in cell.get("outputs", ()):
+            parts += [f"````text\n{''.join(output['text'])}````"] if "text" in output else []
+            if picture := output.get("data", {}).get("image/png"):
+                parts.append(f"![](data:image/png;base64,{picture.strip()})")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

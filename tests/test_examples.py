@@ -1,6 +1,7 @@
 """Each example runs, and shows what it says."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -40,6 +41,70 @@ def test_each_example_is_short_and_says_how_to_run_it():
         text = path.read_text("utf-8")
         assert len(text.splitlines()) <= 101, path.name
         assert f"examples/{path.name}" in text.split('"""')[1], path.name
+
+
+def cells(notebook):
+    """The code of a notebook, and the texts and the number of pictures that it holds."""
+    content = json.loads((EXAMPLES / "notebooks" / f"{notebook}.ipynb").read_text("utf-8"))
+    code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    held = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    return ["".join(cell["source"]) for cell in code], held, pictures
+
+
+def run_notebook(name, capsys):
+    """Run the code of a notebook; return the numbers that it prints, and those that it holds."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    pyplot.close("all")
+    torch.set_default_dtype(torch.float32)
+    code, held, pictures = cells(name)
+    names: dict = {}
+    for number, cell in enumerate(code):
+        exec(compile(cell, f"{name}.ipynb, code {number}", "exec"), names)
+    assert len(pyplot.get_fignums()) == pictures == 1
+    pyplot.close("all")
+    return numbers(capsys.readouterr().out), numbers(held)
+
+
+def test_best_response_in_pictures(capsys):
+    found, held = run_notebook("best_response", capsys)
+    assert found == pytest.approx(held, abs=2e-8)
+    points, (tuned, lowest) = found[:21], found[21:]
+    assert points[1::3] == pytest.approx(points[2::3], abs=2e-8)
+    assert tuned == pytest.approx(lowest, abs=0.1)
+
+
+@pytest.mark.slow
+def test_decays_as_an_image(capsys):
+    pytest.importorskip("sklearn")
+    found, held = run_notebook("decays_as_an_image", capsys)
+    assert found[:4] == pytest.approx(held[:4], abs=1.5)
+    _, fixed, single, each, inside, outside = found
+    assert each > max(fixed, single) + 5
+    assert 30 * inside < outside
+
+
+@pytest.mark.slow
+def test_weights_of_examples(capsys):
+    found, held = run_notebook("weights_of_examples", capsys)
+    assert found == pytest.approx(held, abs=3)
+    plain, tuned, right, wrong = found
+    assert tuned > plain + 5
+    assert right > 3 * wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["best_response", "decays_as_an_image", "weights_of_examples"])
+def test_notebooks_run_in_jupyter(name):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
 def test_ridge(capsys):

@@ -4,8 +4,6 @@ import sys
 import time
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from .run import Run
 
 _SECONDS = 30.0
@@ -26,8 +24,11 @@ class Bar:
         self._began = self._last = time.monotonic()
         self._text = ""
         self._first: tuple[int, float] | None = None
-        self._bar: tqdm[Any] | None = None
+        self._bar: Any = None
         if shown and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+            # Imported only for a bar: in a notebook without ipywidgets, the import itself warns.
+            from tqdm.auto import tqdm
+
             self._bar = tqdm(total=total or None, initial=begun, unit=unit, dynamic_ncols=True)
 
     def advance(self, number: int = 1, text: str | None = None) -> None:
