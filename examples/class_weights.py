@@ -1,4 +1,4 @@
-"""Class weights under label shift: rare classes in training, as many of each class in use.
+"""Class weights under label shift: classes that are rare in training, and as common as the others in use.
 
 80, 15 and 5 % of the training examples are in the three classes; in the small validation set, as in use, a third is in
 each. The right weight of a class is then its share in use over its share in training (Shimodaira, 2000). Gradient

@@ -51,14 +51,14 @@ def main() -> None:
     print(f"validation loss {first.val_loss:.3f} → {h.val_loss:.3f}")
 
     # The compiled module itself is refused where second derivatives are needed, and serves where they are not.
-    direct = br.Problem(compiled, decay, lambda m, h, b: fit(m, h, b) + h(model), fit)
+    second = br.Problem(compiled, decay, lambda m, h, b: fit(m, h, b) + h(model), fit)
     try:
-        br.hypergradient(direct, train, val, br.Implicit())
+        br.hypergradient(second, train, val, br.Implicit())
     except br.Error as error:
         print(f"refused: {error}")
     solver = br.ConjugateGradient(20, damping=0.1)
     one = br.hypergradient(problem, train, val, br.Implicit(solver)).total
-    other = br.hypergradient(direct, train, val, br.Implicit(solver, br.FiniteDifference())).total
+    other = br.hypergradient(second, train, val, br.Implicit(solver, br.FiniteDifference())).total
     error = sum((one[n] - other[n]).square().sum() for n in one) / sum(g.square().sum() for g in one.values())
     print(f"FiniteDifference with the compiled module: relative distance {float(error.sqrt()):.0e}")
 

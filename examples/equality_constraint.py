@@ -3,8 +3,9 @@
 The portfolio of least variance has shares that sum to one:  w*(λ) = argmin ½ wᵀC(λ)w  subject to  Σ w_i = 1,  with the
 shrunk covariance C(λ) = (1 − s) S + s mean(diag S) I and s = sigmoid(λ). The weights here are the shares and a
 multiplier ν: the training loss is the Lagrangian, and the solution is its *stationary point*, which is a saddle and
-no minimum. So the curvature is indefinite. `MINRES` and `Exact` solve such systems; conjugate gradient does not, and
-gradient descent does not train such weights.
+no minimum. So the curvature is indefinite. `MINRES`, `GMRES` and `Exact` solve such systems. `Implicit()` and other
+methods for minima do not: they damp the negative direction away, and their answer is far off. Gradient descent does not
+train such weights either. The report's "no unique answer: negative curvature" is meant for minima, and is wrong here.
 
     python examples/equality_constraint.py
 """

@@ -6,6 +6,9 @@ The states of the examples are the weights here, and the layer's parameters θ a
 needs a training loss whose stationary point it is. ½ ‖z − f(z)‖² serves any layer: where it is zero, its Hessian is
 JᵀJ and its mixed term is −Jᵀ ∂f/∂θ, with J = I − ∂f/∂z, so the response is dz*/dθ = J⁻¹ ∂f/∂θ, as it should be.
 
+A loss with `detach()` and the gradient z − f(z) would be wrong: it has other second derivatives, and the first
+hypergradient warns. If a function of your own has z − f(z) as its backward pass, `solvers.GMRES` is right.
+
     python examples/equilibrium_model.py
 """
 
@@ -84,6 +87,7 @@ def main() -> None:
     )
     error = max(float((found.total[n] - g).norm() / g.norm()) for n, g in right.items())
     print(f"gradient: largest relative distance from that through 200 steps {error:.0e}")
+    print(f"derivatives: {found.verification}")
 
     tuner = br.Tuner(problem, settle, torch.optim.Adam(network.parameters(), 0.03), method)
     history = tuner.fit([train], [train], hyper_steps=100)

@@ -1,8 +1,8 @@
-"""A game with a leader and followers: the leader's best quantities, knowing how the followers will answer.
+"""A game with a leader and followers: the leader's best quantity, if it knows how the followers will answer.
 
-Firms sell the same good at the price 12 − (all quantities). The leaders choose first; each follower then maximises its
-own profit. So the followers' quantities are the weights, and the leaders' are the hyperparameters. The derivative of
-the leaders' loss has a direct part, and an indirect part through the followers' answers.
+Firms sell the same good at the price 12 − (all quantities). The leader chooses first; each follower then maximises its
+own profit. So the followers' quantities are the weights, and the leader's is the hyperparameter. The derivative of
+the leader's loss has a direct part, and an indirect part through the followers' answers.
 
     python examples/game.py
 """

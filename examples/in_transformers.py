@@ -1,7 +1,10 @@
-"""Tune the decay of each tensor of a small GPT-2 inside Hugging Face's Trainer; nothing is downloaded.
+"""Tune the decay of each tensor of a small GPT-2 inside Hugging Face's Trainer.
 
-pip install 'bestresponse[transformers]'
-python examples/in_transformers.py
+The model is made from a configuration and overfits its 32 texts; nothing is downloaded. The same training with the
+first decays is the baseline.
+
+    pip install 'bestresponse[transformers]'
+    python examples/in_transformers.py
 """
 
 import tempfile

@@ -1,9 +1,14 @@
 """The lasso: weights that the penalty holds at zero do not respond, and the hypergradient leaves them out.
 
-L_T = ½ mean (Xw − y)² + exp(λ) Σ |w_i|,    ∂w_S/∂λ = −exp(λ) (X_SᵀX_S / n)⁻¹ sign w_S  on the support S
+The training loss is L_T = ½ mean (Xw − y)² + exp(λ) Σ |w_i|. The weights that are
+not zero, the support S, respond:
 
-pip install scikit-learn
-python examples/lasso.py
+    ∂w_S/∂λ = −exp(λ) (X_SᵀX_S / n)⁻¹ sign w_S
+
+The tuned penalty stands beside the best one of scikit-learn's path of 1,000 penalties.
+
+    pip install scikit-learn
+    python examples/lasso.py
 """
 
 import torch

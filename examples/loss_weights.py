@@ -1,8 +1,8 @@
-"""Weights of several tasks' losses, inside a loop with every trick of the trade.
+"""Weights of several tasks' losses, inside a loop that has mixed precision and more.
 
 One network predicts three targets. Only the first one counts, and it has few labels. The second is related to it and
 helps; the third has nothing to do with it and takes the network's capacity. The loop has autocast, a GradScaler,
-gradient accumulation, clipping and a schedule. Three things are new in it: the problem, `inputs=`, and the hyper-step.
+gradient accumulation, clipping and a schedule. Three things are new in it: the problem, `inputs=` and the hyper-step.
 
     python examples/loss_weights.py
 """
@@ -68,7 +68,7 @@ def train(tune: bool, first_only: bool = False) -> tuple[float, list[float]]:
     method, hyper_optimizer = br.Implicit(), torch.optim.Adam(weights.parameters(), 0.1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS, 1e-3)
-    scaler = torch.amp.GradScaler(DEVICE)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
 
     for step in range(STEPS):
         parts = [batches[(PARTS * step + part) % len(batches)] for part in range(PARTS)]
@@ -82,7 +82,7 @@ def train(tune: bool, first_only: bool = False) -> tuple[float, list[float]]:
         schedule.step()
         optimizer.zero_grad()
         if tune and step >= 50 and step % 5 == 4:
-            br.backward(problem, br.Batches(parts), val, method)  # the same micro-batches; never scaled
+            br.backward(problem, br.Batches(parts), val, method)  # the same micro-batches, without the scaler
             hyper_optimizer.step()
             hyper_optimizer.zero_grad()
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """Ridge regression: the hypergradient of the penalty and the tuned penalty, beside their closed forms.
 
-L_T = ½ mean (Xw − y)² + ½ exp(λ) ‖w‖²,    w*(λ) = (XᵀX / n + exp(λ) I)⁻¹ Xᵀy / n
+The training loss is L_T = ½ mean (Xw − y)² + ½ exp(λ) ‖w‖². Its minimum is w*(λ) = (XᵀX / n + exp(λ) I)⁻¹ Xᵀy / n.
 
-python examples/ridge.py
+    python examples/ridge.py
 """
 
 import torch

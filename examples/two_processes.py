@@ -1,7 +1,7 @@
 """Two processes, each with half of the data: hypergradients are those of the joined batch, not means of two.
 
-This file starts its processes itself. Under `torchrun --nproc-per-node 2`, call `init_process_group("gloo")` ("nccl" on
-GPUs) instead of `work`'s first lines.
+This file starts its processes itself. Under `torchrun --nproc-per-node 2`, each process calls
+`init_process_group("gloo")` instead ("nccl" on GPUs), and then makes its problem as `work` does here.
 
     python examples/two_processes.py
 """

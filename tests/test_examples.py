@@ -16,13 +16,16 @@ import bestresponse as br
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name, **constants):
+def load(name):
     torch.set_default_dtype(torch.float32)
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(module).update(constants)
-    module.main()
+    return module
+
+
+def run(name):
+    load(name).main()
 
 
 def numbers(text):
@@ -149,10 +152,54 @@ def test_class_weights(capsys):
     assert accuracies[1] > accuracies[0] + 10
 
 
+class Field(torch.autograd.Function):
+    """Zero, with the gradient z − f in z, which is no gradient of a loss."""
+
+    @staticmethod
+    def forward(ctx, z, f):
+        ctx.save_for_backward(z, f)
+        return z.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        z, f = ctx.saved_tensors
+        return grad * (z - f), None
+
+
+def test_the_field_of_a_layer_instead_of_a_loss(verifying):
+    """Other ways to write the fixed point, of which the example's text speaks."""
+    example = load("equilibrium_model")
+    torch.set_default_dtype(torch.float64)
+    network, states, batch = example.Network(4, 2), example.States(20), example.data(20)
+    with torch.no_grad():
+        states.z.copy_(network.fixed_point(batch[0]))
+
+    def detached(states, network, batch):
+        z = states.z
+        return 0.5 * z.square().sum() - (z * network.layer(z.detach(), batch[0])).sum()
+
+    def field(states, network, batch):
+        return Field.apply(states.z, network.layer(states.z, batch[0]))
+
+    def found(train_loss):
+        problem = br.Problem(states, network, train_loss, example.task_loss)
+        method = br.Implicit(br.solvers.GMRES(100, tolerance=1e-9))
+        total = br.hypergradient(problem, batch, batch, method).total
+        return torch.cat([g.flatten() for g in total.values()])
+
+    right = found(example.distance)
+    with pytest.warns(br.BestResponseWarning, match="is not the gradient of train_loss"):
+        wrong = found(detached)
+    with pytest.warns(br.BestResponseWarning, match=r"solvers\.GMRES remains right"):
+        torch.testing.assert_close(found(field), right, rtol=1e-6, atol=1e-9)
+    assert float((wrong - right).norm() / right.norm()) > 0.02
+
+
 @pytest.mark.slow
-def test_equilibrium_model(capsys):
+def test_equilibrium_model(capsys, verifying):
     run("equilibrium_model")
-    distance, loss, accuracy = capsys.readouterr().out.splitlines()
+    distance, verified, loss, accuracy = capsys.readouterr().out.splitlines()
+    assert verified == "derivatives: verified"
     assert float(distance.split()[-1]) < 1e-6
     before, after = numbers(loss)
     assert after < 0.2 * before
