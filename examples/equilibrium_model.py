@@ -73,12 +73,11 @@ def main() -> None:
     @torch.no_grad()
     def settle(problem: br.Problem, batch: Batch) -> None:
         """Put the states at the fixed point, from the last one. Its steps are not differentiated."""
-        states.z.copy_(network.fixed_point(batch[0], states.z, steps=100))
+        states.z.copy_(network.fixed_point(batch[0], states.z, steps=200))
 
     problem = br.Problem(states, network, distance, task_loss)
     method = br.Implicit(br.ConjugateGradient(30, tolerance=1e-8))
-    for _ in range(2):
-        settle(problem, train)
+    settle(problem, train)
     found = br.hypergradient(problem, train, train, method)
     # The same gradient through all 200 steps of the iteration, whose graph it keeps.
     through = F.cross_entropy(network.head(network.fixed_point(train[0])), train[1])

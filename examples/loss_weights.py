@@ -20,9 +20,9 @@ TASKS, STEPS, PARTS = 3, 300, 2
 class TaskWeights(nn.Module):
     """A positive weight for each task; that of the first is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: float) -> None:
         super().__init__()
-        self.logs = nn.Parameter(torch.zeros(TASKS - 1))
+        self.logs = nn.Parameter(torch.full((TASKS - 1,), start))
 
     def forward(self) -> Tensor:
         return torch.cat([self.logs.new_ones(1), self.logs.exp()])
@@ -61,9 +61,7 @@ def train(tune: bool, first_only: bool = False) -> tuple[float, list[float]]:
     batches = [data(64, labelled=0.2) for _ in range(8)]
     val, test = data(100), data(2000)
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, TASKS)).to(DEVICE)
-    weights = TaskWeights().to(DEVICE)
-    if first_only:
-        nn.init.constant_(weights.logs, -20.0)
+    weights = TaskWeights(-20.0 if first_only else 0.0).to(DEVICE)
     problem = br.Problem(model, weights, train_loss, val_loss)
     method, hyper_optimizer = br.Implicit(), torch.optim.Adam(weights.parameters(), 0.1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)

@@ -30,16 +30,16 @@ def best_response(penalty: Tensor, batch: Batch) -> Tensor:
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    truth, x = torch.randn(20), torch.randn(240, 20)
-    y = x @ truth + 4.0 * torch.randn(240)
-    train, val = (x[:40], y[:40]), (x[40:], y[40:])
+    truth, x = torch.randn(10), torch.randn(220, 10)
+    y = x @ truth + 4.0 * torch.randn(220)
+    train, val = (x[:20], y[:20]), (x[20:], y[20:])
 
     def closed_form(penalty: Tensor) -> Tensor:
         """The validation loss of w*(λ)."""
         return 0.5 * (val[0] @ best_response(penalty, train) - val[1]).square().mean()
 
-    model = nn.Linear(20, 1, bias=False)
-    decay = br.hyperparameters.WeightDecay(model, per="global", initial=0.01)
+    model = nn.Linear(10, 1, bias=False)
+    decay = br.hyperparameters.WeightDecay(model, per="global", initial=0.1)
     problem = br.Problem(model, decay, train_loss, val_loss)
 
     @torch.no_grad()
@@ -48,14 +48,15 @@ def main() -> None:
         model.weight[0] = best_response(decay.log_decay.exp(), batch)
 
     fit(problem, train)
-    found = br.hypergradient(problem, train, val, br.Implicit(br.Exact()))
+    method = br.Implicit(br.Exact())
+    found = br.hypergradient(problem, train, val, method)
     log_penalty = decay.log_decay.detach().clone().requires_grad_()
     (right,) = torch.autograd.grad(closed_form(log_penalty.exp()), log_penalty)
     print(f"hypergradient {float(found.total['log_decay']):.10f}, closed form {float(right):.10f}")
 
-    tuner = br.Tuner(problem, fit, torch.optim.Adam(decay.parameters(), 0.2))
-    history = tuner.fit([train], [val], hyper_steps=60)
-    grid = torch.logspace(-2, 0, 401)
+    tuner = br.Tuner(problem, fit, torch.optim.Adam(decay.parameters(), 0.1), method)
+    history = tuner.fit([train], [val], hyper_steps=120)
+    grid = torch.logspace(-3, 1, 401)
     losses = torch.stack([closed_form(penalty) for penalty in grid])
     print(
         f"tuned penalty {float(decay.values()['all']):.3f}, best of a fine grid {grid[losses.argmin()]:.3f}"

@@ -42,7 +42,7 @@ def test_the_list_names_each_example_once():
 def test_each_example_is_short_and_says_how_to_run_it():
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text("utf-8")
-        assert len(text.splitlines()) <= 101, path.name
+        assert len(text.splitlines()) <= 100, path.name
         assert f"examples/{path.name}" in text.split('"""')[1], path.name
 
 
@@ -51,7 +51,9 @@ def cells(notebook):
     content = json.loads((EXAMPLES / "notebooks" / f"{notebook}.ipynb").read_text("utf-8"))
     code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     outputs = [output for cell in code for output in cell["outputs"]]
-    held = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+    texts = [output for output in outputs if output["output_type"] == "stream"]
+    assert not [text for text in texts if text["name"] == "stderr"]
+    held = "".join("".join(text["text"]) for text in texts)
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
     return ["".join(cell["source"]) for cell in code], held, pictures
 
@@ -212,7 +214,7 @@ def test_lasso(capsys):
     run("lasso")
     gradient, penalty, loss, zeros = (numbers(line) for line in capsys.readouterr().out.splitlines())
     assert gradient[0] == pytest.approx(gradient[1], abs=2e-8)
-    assert penalty[0] == pytest.approx(penalty[1], rel=0.2)
+    assert penalty[0] == pytest.approx(penalty[1], rel=0.3)
     assert loss[0] == pytest.approx(loss[1], rel=2e-3)
     assert abs(zeros[0] - zeros[2]) <= 5
     assert zeros[0] > 25
@@ -339,7 +341,7 @@ def test_learning_rate(capsys):
 def test_loss_weights(capsys):
     run("loss_weights")
     alone, equal, tuned, weights = (numbers(line) for line in capsys.readouterr().out.splitlines())
-    assert tuned[0] < 0.7 * min(alone[0], equal[0])
+    assert tuned[0] < 0.9 * min(alone[0], equal[0])
     assert weights[0] > 10 * weights[1]
 
 
