@@ -62,10 +62,11 @@ def test_the_python_of_the_page_on_influence_runs():
     page = README.parent / "docs" / "influence.md"
     torch.set_default_dtype(torch.float32)
     names: dict = {}
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(block, page.name, "exec"), names)
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
     assert names["found"].scores["table"].shape == (1, 1000)
     assert [s.status for s in names["found"].solves] == ["converged"]
+    assert names["own"].scores.max() <= 0.0
 
 
 def test_the_python_of_the_page_on_weighing_data_runs(capsys):

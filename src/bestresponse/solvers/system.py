@@ -238,7 +238,10 @@ def no_unique_answer(curvature: tuple[float, float], eps: float, damping: float)
     if lowest > 10.0 * eps * (max(abs(lowest), abs(highest)) + damping):
         return ""
     if is_indefinite(lowest, highest) and lowest < -10.0 * eps * damping:
-        return "no unique answer: negative curvature, the weights are not at a minimum of the training loss"
+        return (
+            "no unique answer: negative curvature, the weights are not at a minimum of the training loss (at a saddle "
+            "that is intended, such as a Lagrangian's, MINRES, GMRES or Exact gives the answer)"
+        )
     return "no unique answer: the curvature is singular"
 
 
