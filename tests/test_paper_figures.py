@@ -49,6 +49,8 @@ SMALL = {
     "generalisation": ("--settings", "wine", "mlp-500", "--budget", 0.001),
     "distill": ("--steps", 4),
     "influence": ("--examples", 60, "--digits", 3, "--width", 4),
+    "mixture": ("--ways", "uniform", "search by proxies", "Gauss-Newton"),
+    "adapters": ("--ways", "frozen base", "helpful ones", "Gauss-Newton"),
     "noisy-labels": ("--hyper-steps", 2, "--warmup", 5, "--steps", 5),
     "split": ("--steps", 3, "--examples", 40, "--shares", 0.2, 0.5),
     "overfit-all": ("--steps", 2, "--model", "linear"),
@@ -61,6 +63,8 @@ SMALL = {
         *("--classes", 2, "--sizes", 2, "--repeats", 1),
     ),
 }
+
+SLOW = {"methods", "augment", "mixture", "adapters"}
 
 # With two seeds. For augment and lstm, whose rows take seconds, another test takes two.
 TWICE = {
@@ -113,13 +117,14 @@ def test_every_experiment_but_the_tested_elsewhere_is_here():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("methods", "augment") else name
-        for name in SMALL
-    ],
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SMALL],
 )
-@pytest.mark.filterwarnings("ignore:the linear solve ended")
+@pytest.mark.filterwarnings(
+    "ignore:the linear solve ended", "ignore:`is_gradient_checkpointing` is deprecated"
+)
 def test_an_experiment_leaves_its_files_and_its_figures_come_from_them_alone(name, finished, copy_of):
+    for package, _ in getattr(catalogue.EXPERIMENTS[name], "packages", ()):
+        pytest.importorskip(package)
     shown, out = finished(name)[1], copy_of(name)
     result, config = result_of(out), json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["experiment"] == name
@@ -366,9 +371,7 @@ def test_a_killed_run_is_drawn_as_far_as_it_came(name, kept, copy_of):
     assert cli.main(["plot", str(out)]) == 0
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SMALL if name not in ("overfit-all", "distill", "methods", "augment")]
-)
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in SLOW | {"overfit-all", "distill"}])
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_a_run_without_rows_is_not_drawn(name, copy_of, capsys):
     out = copy_of(name)

@@ -44,6 +44,7 @@ def test_the_preset_has_the_papers_setting(command, option, value):
 
 def test_the_table_has_every_experiment_with_settings_in_the_paper():
     without = {"methods", "best-response", "shapes", "generalisation", "noisy-labels", "influence"}
+    without |= {"mixture", "adapters"}
     assert {command.split()[0] for command, _, _ in SETTINGS} == catalogue.EXPERIMENTS.keys() - without
 
 

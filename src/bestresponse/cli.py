@@ -26,6 +26,7 @@ _COMMANDS = {
 }
 # Named here, since the help would take seconds longer if it imported them.
 _EXPERIMENTS = {
+    "adapters": "weights of sources of text for adapters: which ones help a new task?",
     "augment": "a network that changes training images, tuned in six ways",
     "best-response": "both losses over one weight and one hyperparameter, with the best response",
     "shapes": "every matrix of one hypergradient, with its shape and its entries",
@@ -36,6 +37,7 @@ _EXPERIMENTS = {
     "inverse-hessian": "the inverse of a training Hessian by Neumann series and exactly",
     "lstm": "the dropout rates of a language model, tuned in seven ways",
     "methods": "tables 1 and 2: the error and cost of each method, and its memory",
+    "mixture": "weights of sources of text and of documents, for a language model",
     "noisy-labels": "weights of images whose labels may be wrong, tuned on a few right ones",
     "overfit": "a weight decay for every weight, until the validation set is overfitted",
     "overfit-all": "the same with each network on each data set, side by side",

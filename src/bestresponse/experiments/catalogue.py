@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ..errors import ArgumentError
 from . import experiment, runs
+from .adapters import Adapters
 from .augment import Augment
 from .best_response import BestResponse
 from .distill import Distill
@@ -14,6 +15,7 @@ from .inverse_error import InverseError
 from .inverse_hessian import InverseHessian
 from .lstm import LSTM
 from .methods import Methods
+from .mixture import Mixture
 from .noisy_labels import NoisyLabels
 from .overfit import Overfit
 from .overfit_all import OverfitAll
@@ -21,8 +23,9 @@ from .shapes import Shapes
 from .split import Split
 
 # In the order that the command line lists them.
-_CLASSES: list[type[Experiment]] = [Augment, BestResponse, Shapes, Distill, Generalisation, InfluencePictures]
-_CLASSES += [InverseError, InverseHessian, LSTM, Methods, NoisyLabels, Overfit, OverfitAll, Split]
+_CLASSES: list[type[Experiment]] = [Adapters, Augment, BestResponse, Shapes, Distill, Generalisation]
+_CLASSES += [InfluencePictures, InverseError, InverseHessian, LSTM, Methods, Mixture, NoisyLabels]
+_CLASSES += [Overfit, OverfitAll, Split]
 EXPERIMENTS = {kind.name: kind for kind in _CLASSES}
 
 

@@ -1,5 +1,6 @@
 """One row of a comparison, with its own folder, from which it continues after a kill."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class Cell:
     @property
     def folder(self) -> Path:
         """The row's own folder."""
-        return self.parent / f"{self.name.replace(' ', '-')}-{self.seed}"
+        plain = re.sub(r"[^\w.+-]+", "-", self.name)  # a name of a file on every system
+        return self.parent / f"{plain}-{self.seed}"
 
     def __call__(self) -> Iterator[Row]:
         """The row, from its folder or from a run."""
@@ -63,7 +65,9 @@ class Cell:
     def _settings(self) -> Row:
         """Everything that the row depends on. If it changes, the row is run again."""
         config = runs.as_json(self.experiment)
-        kept = {name: value for name, value in config.items() if name not in (*_NO_EFFECT, *self.no_effect)}
+        left_out = (*_NO_EFFECT, *self.no_effect)
+        # A file has lists where an option is a tuple.
+        kept = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items() if k not in left_out}
         version = runs.versions()["bestresponse"]
         return {**kept, "row": self.name, "seed": self.seed, "version": version}
 

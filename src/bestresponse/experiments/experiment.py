@@ -85,7 +85,7 @@ class Experiment(ABC):
     preset: Preset = "smoke"
     """The defaults of the other options. smoke takes under a minute, needs no data files, and only shows that
     everything runs. cpu takes minutes on two cores with real data (augment and lstm an hour, generalisation three).
-    quick is ten minutes of generalisation, and the same as cpu elsewhere. paper is the paper's full setting."""
+    quick is shorter for some, and the same as cpu elsewhere. paper is the paper's full setting."""
     seed: Seed = 0  # The first seed; it determines the examples and the initial weights.
     device: str = "cpu"  # Where to compute: cpu, cuda, ...
     threads: Annotated[int, Range(0, 4096)] = 1
@@ -96,7 +96,7 @@ class Experiment(ABC):
     lists the files of each data set."""
     out: Path | None = None
     """The folder to write to; the default is a name under runs/. Files of an earlier run there are replaced;
-    augment, lstm and generalisation continue its rows if their options are the same."""
+    adapters, augment, generalisation, lstm and mixture continue its rows if their options are the same."""
 
     def __init_subclass__(cls) -> None:
         dataclass(kw_only=True)(cls)

@@ -1,6 +1,13 @@
-"""Texts as streams of words: the Penn TreeBank, or the documentation that comes with Python."""
+"""Texts as streams of words: the Penn TreeBank, or the documentation and the code that come with Python."""
 
+import argparse
+import ast
+import email.message
+import inspect
 import lzma
+import pathlib
+import subprocess
+import typing
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +17,7 @@ from torch import Tensor
 
 from .data import folder_of, reading, required
 
+_MODULES = (argparse, ast, email.message, inspect, lzma, pathlib, subprocess, typing)
 _END, _UNKNOWN = "<eos>", "<unk>"
 
 
@@ -49,18 +57,32 @@ def load(
         MissingDataError: a file is missing.
         ArgumentError: a file is damaged.
     """
-    parts = _python() if name == "python" else _ptb(folder_of(folder))
+    words_of = parts(name, folder)
     if train:
-        parts = [part[:size] for part, size in zip(parts, (train, train // 8, train // 8), strict=True)]
-    counts = Counter(parts[0])
+        words_of = [part[:size] for part, size in zip(words_of, (train, train // 8, train // 8), strict=True)]
+    counts = Counter(words_of[0])
     # Equally frequent words are kept in alphabetical order, so that the result does not depend on the order of a set.
     kept = sorted(counts, key=lambda word: (-counts[word], word))[: words or None]
     vocabulary = tuple(sorted({*kept, _UNKNOWN}))
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = numbers[_UNKNOWN]
-    encoded = [[numbers.get(word, unknown) for word in part] for part in parts]
+    encoded = [[numbers.get(word, unknown) for word in part] for part in words_of]
     first, second, third = (torch.tensor(part, device=device) for part in encoded)
     return Corpus(first, second, third, vocabulary)
+
+
+def parts(name: str, folder: str | Path | None = None) -> list[list[str]]:
+    """The words of a text, for training, validation and test.
+
+    ``name`` and ``folder`` are those of `load`, or the name is "code": some modules of Python's standard library.
+
+    Raises:
+        MissingDataError: a file is missing.
+        ArgumentError: a file is damaged.
+    """
+    if name == "ptb":
+        return _ptb(folder_of(folder))
+    return _code() if name == "code" else _python()
 
 
 def columns(stream: Tensor, batch: int) -> Tensor:
@@ -93,10 +115,21 @@ def _python() -> list[list[str]]:
     """About 80,000 words of help texts; one topic in eight is for validation, and one in eight for the test."""
     from pydoc_data.topics import topics
 
+    return _shared_out([topics[name] for name in sorted(topics)])
+
+
+def _code() -> list[list[str]]:
+    """About 70,000 words of code; one piece of 100 lines in eight is for validation, and one in eight for the test."""
+    lines = [line for module in _MODULES for line in inspect.getsource(module).splitlines(keepends=True)]
+    return _shared_out(["".join(lines[begin : begin + 100]) for begin in range(0, len(lines), 100)])
+
+
+def _shared_out(texts: list[str]) -> list[list[str]]:
+    """The words of the texts, without marks; of each eight texts one is for validation, and one for the test."""
     parts: list[list[str]] = [[], [], []]
-    for number, name in enumerate(sorted(topics)):
-        text = "".join(c.lower() if c.isalpha() or c in "\n '" else " " for c in topics[name])
-        parts[{6: 1, 7: 2}.get(number % 8, 0)] += _words(text)
+    for number, text in enumerate(texts):
+        plain = "".join(c.lower() if c.isalpha() or c in "\n '" else " " for c in text)
+        parts[{6: 1, 7: 2}.get(number % 8, 0)] += _words(plain)
     return parts
 
 
