@@ -98,10 +98,6 @@ class Training(Work):
 
     def __init__(self, make: Callable[[Size], nn.Module], size: Size) -> None:
         super().__init__(size, make)
-        if isinstance(self.model, GPT):
-            with torch.no_grad():  # the initial size in GPT-2; with that of torch the outputs are saturated
-                for w in (self.model.words.weight, self.model.places.weight):
-                    w.mul_(0.02)
         self.optimizer = torch.optim.Adam(self.problem.weights.values(), 1e-3)
 
     def step(self) -> None:

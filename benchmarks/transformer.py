@@ -77,6 +77,9 @@ class GPT(nn.Module):
         self.words, self.places = nn.Embedding(WORDS, size.width), nn.Embedding(size.tokens, size.width)
         self.blocks = nn.Sequential(*[Block(size.width) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
+        # As in GPT-2. With torch's initial size, softmax gives denormal numbers, with which kernels are slow.
+        for embedding in (self.words, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words) + self.places.weight
