@@ -14,10 +14,7 @@ prints one table, and writes hyper_step.json into --out.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformer import GPT, WORDS, Size, Work, resident
+from transformer import GPT, WORDS, Size, Work, measured, resident
 
 import bestresponse as br
 from bestresponse._layout import table
@@ -98,10 +95,6 @@ class Training(Work):
 
     def __init__(self, make: Callable[[Size], nn.Module], size: Size) -> None:
         super().__init__(size, make)
-        if isinstance(self.model, GPT):
-            with torch.no_grad():  # the initial size in GPT-2; with that of torch the outputs are saturated
-                for w in (self.model.words.weight, self.model.places.weight):
-                    w.mul_(0.02)
         self.optimizer = torch.optim.Adam(self.problem.weights.values(), 1e-3)
 
     def step(self) -> None:
@@ -135,9 +128,9 @@ def row(network: str, what: str, repeats: int) -> dict[str, float]:
     times: dict[str, list[float]] = {"weight step": [], what: []}
     found: br.Hypergradient | None = None
     for number in range(repeats + 1):
-        for name, measured in (("weight step", training.step), (what, call)):
+        for name, run in (("weight step", training.step), (what, call)):
             start = time.process_time()
-            found = measured()
+            found = run()
             if number:
                 times[name].append(time.process_time() - start)
     step = statistics.median(times["weight step"])
@@ -148,18 +141,6 @@ def row(network: str, what: str, repeats: int) -> dict[str, float]:
         "memory": resident() - base,
         "weights": sum(w.numel() for w in training.problem.weights.values()),
     }
-
-
-def measured(network: str, what: str, repeats: int, threads: int) -> dict[str, float]:
-    """The row of a process, with the memory of another one."""
-    command = [sys.executable, __file__, "--threads", str(threads), "--row", network, what, "--repeats"]
-    found = []
-    for number, more in ((repeats, {}), (1, {"MALLOC_MMAP_THRESHOLD_": str(2**20)})):
-        output = subprocess.run(
-            [*command, str(number)], check=True, capture_output=True, text=True, env=os.environ | more
-        ).stdout
-        found.append(json.loads(output.splitlines()[-1]))
-    return found[0] | {"memory": found[1]["memory"]}
 
 
 def lines(rows: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
@@ -198,7 +179,7 @@ def main() -> None:
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for network in options.networks:
         for what in ["weight step", *options.methods]:
-            found = measured(network, what, options.repeats, options.threads)
+            found = measured(__file__, [network, what], options.repeats, options.threads)
             rows.setdefault(network, {})[what] = found
             print(network, what, f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB", flush=True)
     print(f"torch {torch.__version__}, {options.threads} thread(s); times in weight steps")

@@ -4,7 +4,7 @@ A task has the losses as functions of lists of tensors, ``train(weights, rates)`
 ``weights`` and ``rates`` of leaves. Each function returns the hypergradient as a list of tensors like ``rates``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -70,3 +70,44 @@ def hypergrad(task: Task, steps: int, scale: float) -> Tensors:
     rates = tuple(r.detach() for r in task.rates)
     found: Tensors = neumann(task.train, lambda w, r: task.val(w), weights, rates, num_iters=steps, lr=scale)
     return found
+
+
+def double_backward(task: Task, steps: int, scale: float) -> Tensors:
+    """A Neumann series by torch alone, whose products go back through one graph of the training gradient."""
+    gradient = torch.autograd.grad(task.train(task.weights, task.rates), task.weights, create_graph=True)
+
+    def product(v: Tensors) -> Tensors:
+        return torch.autograd.grad(gradient, task.weights, v, retain_graph=True)
+
+    total = _series(task, product, steps, scale)
+    return torch.autograd.grad(gradient, task.rates, [-t for t in total])
+
+
+def jvp_of_gradient(task: Task, steps: int, scale: float) -> Tensors:
+    """A Neumann series by torch.func: a product is the derivative of the gradient in forward mode."""
+    weights, rates = ([x.detach() for x in xs] for xs in (task.weights, task.rates))
+    gradient = torch.func.grad(task.train)
+
+    def product(v: Tensors) -> Tensors:
+        found: Tensors = torch.func.jvp(lambda w: gradient(w, rates), (weights,), (list(v),))[1]
+        return found
+
+    total = _series(task, product, steps, scale)
+
+    def along(rates: Tensors) -> Tensor:
+        return -torch.stack(
+            [(g * t).sum() for g, t in zip(gradient(weights, rates), total, strict=True)]
+        ).sum()
+
+    found: Tensors = torch.func.grad(along)(rates)
+    return found
+
+
+def _series(task: Task, product: Callable[[Tensors], Tensors], steps: int, scale: float) -> Tensors:
+    """The sum of the terms (I − scale · A)ʲ ∂L_V/∂w, times the scale."""
+    term = [t.clone() for t in torch.autograd.grad(task.val(task.weights), task.weights)]
+    total = [t.clone() for t in term]
+    for _ in range(steps):
+        for t, s, p in zip(term, total, product(term), strict=True):
+            s += t.sub_(p, alpha=scale)
+    return [scale * s for s in total]

@@ -3,14 +3,18 @@
     pip install betty-ml torchopt hypergrad higher curvlinops-for-pytorch
     python benchmarks/peers.py --threads 1
 
-A weight decay for each weight of the networks of `cost.py`; K products of a Neumann series of one fixed scale, on one
-batch. Each library runs in a process of its own. The processes take turns, call by call, and CPU time is counted, so
-that what else a machine does falls on all of them. The unit is a training gradient in the same process. Each answer is
-compared with ours in float64. What fails is listed with its error. A library that is not installed is left out.
+A weight decay for each weight of the networks of `cost.py` and of a GPT of `transformer.py`; K products of a Neumann
+series of one fixed scale, on one batch. Each library runs in a process of its own. The processes take turns, call by
+call, and CPU time is counted, so that what else a machine does falls on all of them. The unit is a training gradient in
+the same process. Each answer is compared with ours in float64. What fails is listed with its error. A library that is
+not installed is left out.
 
 `higher` has no implicit method: it unrolls K + 1 steps of gradient descent, and is compared with
 `Unrolled(K + 1, scale)`. `curvlinops` gives products with the Hessian of a loss of (model, data), and knows no
-hyperparameters: the regulariser, the series and the mixed term around it are written by hand.
+hyperparameters: the regulariser, the series and the mixed term around it are written by hand. The rows of torch are a
+series by hand, with products by double backward, and by torch.func's jvp of the gradient. Other libraries run attention
+by its math backend, since torch's fused kernel has no second derivative; the unit is a gradient by the fused kernel.
+Operations are those that torch's FlopCounterMode counts.
 
 prints one table for each network, and writes peers.json and peers.png into --out.
 """
@@ -34,7 +38,9 @@ import cost
 import libraries
 import torch
 import torch.nn.functional as F
+import transformer
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bestresponse as br
 from bestresponse._layout import table
@@ -50,12 +56,27 @@ Tensors = libraries.Tensors
 Call = Callable[[int], Tensors]
 
 
+class GPT(transformer.GPT):
+    """A GPT with a row of logits for each place."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words).flatten(0, 1)
+
+
+def gpt() -> tuple[nn.Module, Tensor]:
+    size = transformer.NETWORKS["8 × 128 tokens"]
+    return GPT(size), torch.randint(transformer.WORDS, (size.sequences, size.tokens))
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {**cost.CASES, "GPT": gpt}
+
+
 class Setting:
     """One network with its batch, and the losses as functions of lists of weights and hyperparameters."""
 
     def __init__(self, case: str, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
-        model, x = cost.CASES[case]()
+        model, x = CASES[case]()
         self.model = model.to(dtype)
         self.x = x.to(dtype) if x.is_floating_point() else x
         classes, count = (10, len(x)) if x.is_floating_point() else (1000, x.numel())
@@ -150,6 +171,16 @@ def higher(setting: Setting) -> Call:
     return call
 
 
+def by_torch(function: Callable[[Any, int, float], Tensors]) -> Callable[[Setting], Call]:
+    return lambda setting: lambda k: function(setting, k, SCALE)
+
+
+def operations(call: Call, setting: Setting) -> float:
+    """The floating-point operations of a product, in those of a training gradient."""
+    one, two = (transformer.count(lambda k=k: transformer.void(call(k))) for k in (FEW, FEW + 1))
+    return (two - one) / transformer.count(setting.gradient)
+
+
 LIBRARIES: dict[str, tuple[Callable[[Setting], Call], str | None]] = {
     "bestresponse, Hessian": (hessian, None),
     "bestresponse, GaussNewton": (gauss_newton, None),
@@ -157,6 +188,8 @@ LIBRARIES: dict[str, tuple[Callable[[Setting], Call], str | None]] = {
     "torchopt": (lambda setting: lambda k: libraries.torchopt(setting, k, SCALE), "torchopt"),
     "hypergrad": (lambda setting: lambda k: libraries.hypergrad(setting, k, SCALE), "hypergrad"),
     "curvlinops, by hand": (curvlinops, "curvlinops"),
+    "torch, double backward": (by_torch(libraries.double_backward), "torch"),
+    "torch.func, jvp": (by_torch(libraries.jvp_of_gradient), "torch"),
     "bestresponse, Unrolled": (unrolled, None),
     "higher, unrolled": (higher, "higher"),
 }
@@ -167,13 +200,24 @@ COMPARED = {
 }
 
 
+def in_math(call: Call) -> Call:
+    """The call with attention by its math backend."""
+
+    def run(k: int) -> Tensors:
+        with sdpa_kernel(SDPBackend.MATH):
+            return call(k)
+
+    return run
+
+
 def work(library: str, case: str, threads: int) -> None:
     """One library in a process of its own, told on its standard input what to time, and when."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     setting = Setting(case)
     try:
-        call = LIBRARIES[library][0](setting)
+        make, module = LIBRARIES[library]
+        call = make(setting) if module is None else in_math(make(setting))
         answer = call(FEW)
         exact = COMPARED.get(library, hessian)(Setting(case, torch.float64))(FEW)
         far, size = (
@@ -184,6 +228,7 @@ def work(library: str, case: str, threads: int) -> None:
         unit = measuring.peak_bytes(setting.gradient)
         for k in (0, FEW, MANY):
             told[f"memory {k}"] = measuring.peak_bytes(partial(call, k)) / unit
+        told["by count"] = operations(call, setting)
     except Exception as error:  # what a library raises is the result
         said = " ".join(f"{type(error).__name__}: {error}".split())
         print(json.dumps({"error": said[:90]}), flush=True)
@@ -246,6 +291,7 @@ def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         "library",
         "fixed",
         "a product",
+        "by count",
         f"K = {MANY}",
         f"memory {FEW}",
         f"memory {MANY}",
@@ -257,10 +303,10 @@ def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     cases = list(dict.fromkeys(r["case"] for r in rows))
-    others = iter((plots.GREY, plots.GREEN, plots.ORANGE, plots.PURPLE, plots.RED))
-    markers = iter("os^")
-    looks = {  # ours blue, by shape; the others by colour
-        name: (plots.BLUE, next(markers)) if module is None else (next(others), "D")
+    colours = plots.GREY, plots.GREEN, plots.ORANGE, plots.PURPLE, plots.RED
+    others, markers = ((colour, mark) for mark in "Dv" for colour in colours), iter("os^")
+    looks = {  # ours blue, by shape; the others by colour and shape
+        name: (plots.BLUE, next(markers)) if module is None else next(others)
         for name, (_, module) in LIBRARIES.items()
     }
     with plots.panels(path, 1, len(cases), (2.9 * len(cases) + 2.2, 3.2)) as axes:
@@ -281,7 +327,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1, help="processor threads for torch, in each process")
     parser.add_argument("--repeats", type=int, default=9, help="counted rounds; the median is reported")
-    parser.add_argument("--cases", nargs="+", choices=cost.CASES, default=list(cost.CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="folder to write to")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)

@@ -4,14 +4,16 @@
 
 A GPT whose sources of data have a weight each, in the settings of `NETWORKS`. Each row runs in a fresh process. CPU
 time is the median of rounds in which a training gradient and each number of products take turns. Operations are those
-that torch's FlopCounterMode counts, for causal attention those of the whole matrix. Memory is that of the process above
-its memory with the library and the network loaded.
+that torch's FlopCounterMode counts, for causal attention those of the whole matrix. Memory is the peak of another
+process above its memory with the library and the network loaded, where freed memory returns to the system
+(MALLOC_MMAP_THRESHOLD_).
 
 prints one table, and writes transformer.json into --out.
 """
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -77,6 +79,9 @@ class GPT(nn.Module):
         self.words, self.places = nn.Embedding(WORDS, size.width), nn.Embedding(size.tokens, size.width)
         self.blocks = nn.Sequential(*[Block(size.width) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
+        # As in GPT-2. With torch's initial size, softmax gives denormal numbers, with which kernels are slow.
+        for embedding in (self.words, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words) + self.places.weight
@@ -166,6 +171,18 @@ def resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def measured(script: str, row: list[str], repeats: int, threads: int) -> dict[str, float]:
+    """The row of a process, with the memory of another one."""
+    command = [sys.executable, script, "--threads", str(threads), "--row", *row, "--repeats"]
+    found = []
+    for number, more in ((repeats, {}), (1, {"MALLOC_MMAP_THRESHOLD_": str(2**20)})):
+        output = subprocess.run(
+            [*command, str(number)], check=True, capture_output=True, text=True, env=os.environ | more
+        ).stdout
+        found.append(json.loads(output.splitlines()[-1]))
+    return found[0] | {"memory": found[1]["memory"]}
+
+
 def count(call: Callable[[], None]) -> int:
     """The floating-point operations of a call."""
     aten = torch.ops.aten
@@ -218,12 +235,10 @@ def main() -> None:
         print(json.dumps(row(NETWORKS[options.row[0]], options.row[1], options.repeats)))
         return
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    settings = ["--threads", str(options.threads), "--repeats", str(options.repeats)]
     for name in options.networks:
         for what in CURVATURES:
-            command = [sys.executable, __file__, *settings, "--row", name, what]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            rows.setdefault(name, {})[what] = json.loads(output.splitlines()[-1])
+            found = measured(__file__, [name, what], options.repeats, options.threads)
+            rows.setdefault(name, {})[what] = found
     print(f"torch {torch.__version__}, {options.threads} thread(s); times in training gradients")
     print(table(lines(rows)))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bestresponse as br
 import cases
 from bestresponse.passes import checkpoint as own
+from bestresponse.passes import graph
 from bestresponse.passes.checkpoint import recomputed
 from bestresponse.passes.forms import second_derivatives
 
@@ -241,18 +242,28 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 model, hyper = Model(), nn.ParameterDict({"log": nn.Parameter(torch.zeros(()))})
-batch = torch.randn(16384, 64)
+batch = torch.randn(8, 2048, 64)  # few examples, all of which verification uses
 loss = lambda m, h, b: h["log"].exp() * m(b).square().mean()
-problem = br.Problem(model, hyper, loss, lambda m, h, b: m(b).square().mean(), verify=False)
+problem = br.Problem(model, hyper, loss, lambda m, h, b: m(b).square().mean())
 small, base = torch.randn(8, 64), 0.0
 method = br.Implicit(br.ConjugateGradient(2, damping=1.0))
-br.hypergradient(problem, small, small, method)
+again = br.Problem(model, hyper, loss, problem.val_loss, verify=False)
+br.hypergradient(again, small, small, method)
 base = peak()
 loss(model, hyper, batch).backward()
 alone = peak() - base
 br.hypergradient(problem, batch, batch, method)
 print(alone, peak() - base)
 """
+
+
+@pytest.mark.parametrize("kink", [F.relu, F.gelu])
+def test_kinks_in_a_block_are_seen(kink):
+    x = torch.randn(3, requires_grad=True)
+    with second_derivatives(), recomputed():
+        y = again(lambda x: kink(x) * 2, x)
+    assert runs_in_form(y)
+    assert graph.has_kinks(y) == (kink is F.relu)
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bestresponse.passes import cross_entropy as entropies
+from bestresponse.passes import gelu as curves
 from bestresponse.passes.forms import second_derivatives
 from cases import orders
 
@@ -190,3 +192,22 @@ def test_autocast():
     assert ours.dtype == torchs.dtype
     assert g.dtype == torch.bfloat16
     torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("name", [*CURVES, *LOSSES])
+def test_products_by_blocks(name, monkeypatch):
+    """Blocks that leave a rest, of numbers and of rows, also of a transposed argument."""
+    monkeypatch.setattr(curves, "_BLOCK", 5)
+    monkeypatch.setattr(entropies, "_BLOCK", 10)
+    z = torch.randn(4, 6, dtype=torch.float64).T.requires_grad_()
+    factors = (1 + torch.rand(6, dtype=torch.float64)).requires_grad_()
+    inputs = [z, factors]
+    loss = entropy(LOSSES[name]) if name in LOSSES else lambda z, f: CURVES[name](z * f.unsqueeze(1)).sin()
+
+    def product():
+        first = torch.autograd.grad(loss(*inputs).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(first, inputs, [x.detach().cos() for x in inputs])
+
+    expected = product()
+    with second_derivatives():
+        same([product()], [expected])

@@ -27,6 +27,7 @@ _lock, _users = Lock(), [0]
 # Calls of torch's checkpoint look here for what to call, however they have imported it.
 _RAW: Any = getattr(of_torch.checkpoint, "__wrapped__", of_torch.checkpoint)
 _PLACE = "__dynamo_disable"
+_OPTIONS = {"use_reentrant", "debug", "context_fn", "preserve_rng_state", "determinism_check", "early_stop"}
 
 
 @contextmanager
@@ -62,19 +63,7 @@ def _called(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
     usual = usual and settings.get("context_fn", of_torch.noop_context_fn) is of_torch.noop_context_fn
     if not (_active.get() and usual and settings.get("preserve_rng_state", True) and _possible()):
         return own()
-    named = {
-        n: x
-        for n, x in settings.items()
-        if n
-        not in (
-            "use_reentrant",
-            "debug",
-            "context_fn",
-            "preserve_rng_state",
-            "determinism_check",
-            "early_stop",
-        )
-    }
+    named = {n: x for n, x in settings.items() if n not in _OPTIONS}
     token = _active.set(False)  # a checkpoint inside the block is torch's own
     try:
         return _in_form(function, args, named, own)
@@ -107,7 +96,8 @@ def _in_form(function: Any, args: Any, named: dict[str, Any], own: Callable[[], 
     if any(_of_weights_alone(outputs[i], copies) for i in live):
         random_state.restore(block.random)
         return own()
-    nodes = graph.nodes(outputs[i] for i in live)
+    nodes = list(graph.nodes(outputs[i] for i in live))
+    block.kinked = any(map(graph.is_kinked, nodes))
     block.holds = any(n._sequence_nr() < begin for n in nodes if not hasattr(n, "variable"))
     found = {id(leaf): leaf for i in live for leaf in graph.variables(outputs[i])}
     parameters = [leaf for leaf in found.values() if all(leaf is not x for x in copies)]
@@ -134,9 +124,10 @@ class _Block:
 
     Attributes:
         holds: whether it holds tensors with a graph of their own besides its arguments.
+        kinked: whether it has an operation whose derivative jumps.
     """
 
-    holds = False
+    holds = kinked = False
 
     def __init__(
         self, function: Callable[..., Any], given: list[Any], structure: Any, moving: list[int]
@@ -209,7 +200,7 @@ class _Outputs(torch.autograd.Function):
     def forward(
         ctx: Any, block: _Block, values: list[Tensor], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.block, ctx.count = block, count
+        ctx.block, ctx.count, ctx.kinked = block, count, block.kinked
         ctx.save_for_backward(*tensors)
         outputs = tuple(values)
         values.clear()

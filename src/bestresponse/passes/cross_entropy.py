@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .tensors import Own, plain, unseen, will_run
 
+_BLOCK = 2**16  # numbers of a block of rows, which a processor's cache keeps
+
 
 def cross_entropy(
     own: Own,
@@ -84,13 +86,33 @@ class _Gradient(torch.autograd.Function):
     @unseen
     def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         g, z, classes = saved
-        of_g, of_z = (will_run(node) for node, _ in ctx.next_functions[:2])
-        p = z.softmax(1)
-        return (
-            torch.bmm(p.unsqueeze(1), v.unsqueeze(2)).squeeze(2) - v.gather(1, classes) if of_g else None,
-            torch._softmax_backward_data(v, p, 1, p.dtype) * g if of_z else None,
-            None,
-        )
+        wanted = [will_run(node) for node, _ in ctx.next_functions[:2]]
+        if torch.is_grad_enabled() or not plain([v, z]):
+            return *_second(v, g, z, classes, wanted), None
+        rows = max(1, _BLOCK // z.shape[1]) if z.device.type == "cpu" else len(z)
+        found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (g, z)]
+        for first in range(0, len(z), rows):
+            at = slice(first, first + rows)
+            _second(v[at], g[at], z[at], classes[at], wanted, [x[at] for x in found])
+        return found[0] if wanted[0] else None, found[1] if wanted[1] else None, None
+
+
+def _second(
+    v: Tensor,
+    g: Tensor,
+    z: Tensor,
+    classes: Tensor,
+    wanted: Sequence[bool],
+    into: Sequence[Tensor | None] = (None, None),
+) -> tuple[Tensor | None, Tensor | None]:
+    """The wanted derivatives of ⟨v, g (p − e_y)⟩ with respect to g and z."""
+    p = z.softmax(1)
+    of_g = torch.bmm(p.unsqueeze(1), v.unsqueeze(2)).squeeze(2) if wanted[0] else None
+    of_z = torch._softmax_backward_data(v, p, 1, p.dtype) if wanted[1] else None
+    return (
+        None if of_g is None else torch.sub(of_g, v.gather(1, classes), out=into[0]),
+        None if of_z is None else torch.mul(of_z, g, out=into[1]),
+    )
 
 
 def _plainly(g: Tensor, z: Tensor, classes: Tensor) -> Tensor:

@@ -100,7 +100,12 @@ def uses(tensors: Iterable[Tensor]) -> Counter[int]:
 
 def has_kinks(loss: Tensor) -> bool:
     """Whether a loss has an operation whose derivative jumps."""
-    return any(node.name().startswith(KINKED) for node in nodes([loss]))
+    return any(map(is_kinked, nodes([loss])))
+
+
+def is_kinked(node: Any) -> bool:
+    """Whether the derivative of an operation jumps; a checkpointed block says so itself."""
+    return node.name().startswith(KINKED) or getattr(node, "kinked", False)
 
 
 def refuse_reentrant(loss: Tensor) -> None:

@@ -12,6 +12,7 @@ from .. import _tree
 from .._tree import Tree
 from ..curvatures import Curvature, Hessian, Linearisation
 from ..curvatures.several_batches import linearised
+from ..passes.checkpoint import recomputed
 from ..passes.graph import has_kinks
 from ..problem import Passes
 from . import causes
@@ -70,7 +71,8 @@ class SecondDerivatives(Claim):
     def _of_double_backward(self, trial: Trial, passes: Passes, line: Line, v: Tree) -> Verdict:
         """∂(vᵀg)/∂w and ∂(vᵀg)/∂λ, as `Hessian` computes them."""
         problem = trial.problem
-        loss = passes.train_loss(trial.train)
+        with recomputed(alone=not problem.group.averages):
+            loss = passes.train_loss(trial.train)
         if not trial.exact and has_kinks(loss):
             return Verdict("unclear")
         of_weights = problem.weights if self.product else {}
