@@ -11,6 +11,8 @@ torch.set_num_threads(1)  # for problems this small, threads cost more than they
 
 # The systems of the solver tests are drawn anew in each run, so that none passes by one processor's rounding.
 SEED = int(os.environ.get("BESTRESPONSE_TEST_SEED") or random.SystemRandom().randrange(2**31))
+os.environ["BESTRESPONSE_TEST_SEED"] = str(SEED)  # for the processes of pytest-xdist
+os.environ["COLUMNS"] = "100"  # whatever the terminal
 
 
 def pytest_report_header():

@@ -198,7 +198,7 @@ def test_the_chosen_damping_follows_what_the_last_solution_says_of_the_next_syst
                 b = torch.randn(20, generator=generator)
         found[kind] = solution.report.damping / scale
     same, another = found.values()
-    assert same == pytest.approx(1e-4, rel=0.5)
+    assert 2e-5 < same < 2e-4  # 1e-4 of the largest curvature that the last solve met
     assert 0.004 < another < 0.02
 
 
