@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from . import plots
 from .documents import Drawn, Pool, shuffled, take, with_noise
 from .experiment import Count, Positive, Row
 from .weighed_text import Given, Texts, WeighedText
@@ -40,6 +39,7 @@ class Adapters(WeighedText):
     paper = f"{cpu} --base-steps 2000 --steps 1000"
     figures = ("adapters.png",)
     of = ("rate", "ranked first", "further tokens", "speed at 5", "speed at 20")
+    choosing = get_args(WayName)[-2:]
     packages = (("transformers", "adapters"), ("peft", "adapters"))
 
     ways: tuple[WayName, ...] = get_args(WayName)
@@ -79,13 +79,9 @@ class Adapters(WeighedText):
         model = self._adapted(given, seed)
         if way in METHODS:
             assert rate is not None
-            tuning = self.tuning(rate)
-            hyper, clock = tuning.run(model, given.pool, given.val, way, seed)
-            row = self.measured(given, model, hyper.all())
+            _, row = self.tuned(given, model, self.tuning(rate), way, seed)
             first = sorted(row["shares"], key=row["shares"].get, reverse=True)[: len(_HELPFUL)]
-            row["ranked first"] = float(set(first) == set(_HELPFUL))
-            speeds = {f"speed at {every}": clock.speed(every) for every in (5, 20)}
-            return row | speeds | {"further tokens": tuning.further()}
+            return row | {"ranked first": float(set(first) == set(_HELPFUL))}
         used = {"uniform": self._sources(), "helpful ones": _HELPFUL, "frozen base": self._sources()}
         names = used.get(way, (way.removeprefix("alone: "),))
         weights = given.pool.mixture(float(name in names) for name in self._sources())
@@ -124,11 +120,3 @@ class Adapters(WeighedText):
         weights = pool.mixture([1.0])
         train(base, Drawn(pool, lambda: weights, self.batch, seed), self.base_steps, self.base_rate)
         return base.to(torch.bfloat16)
-
-    def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Test perplexities; and the shares of the sources that tuning found."""
-        with plots.panels(folder / self.figures[0], 1, 2, (12.0, 4.4), width_ratios=(1, 2)) as (
-            (left, right),
-        ):
-            self.draw_perplexities(left, rows)
-            self.draw_shares(right, rows, get_args(WayName)[-2:], 1 / 8)

@@ -1,14 +1,12 @@
 """Weights of six sources of text, and of each document, for a language model that has little text of its kind."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from . import plots
 from .documents import Drawn, Pool, take, with_noise
 from .experiment import Count, Positive, Row
 from .weighed_text import Given, Texts, WeighedText
@@ -41,6 +39,7 @@ class Mixture(WeighedText):
     cpu = f"{quick} --steps 150 --rates 0.15 0.5 --proxies 8 --seeds 3"
     paper = f"{cpu} --documents 500 --words 10000 --steps 2000"
     figures = ("mixture.png",)
+    choosing = get_args(WayName)[2:]
     of = ("rate", "further tokens", "speed at 5", "speed at 20", "detection")
 
     ways: tuple[WayName, ...] = get_args(WayName)  # The rows of the table.
@@ -86,16 +85,11 @@ class Mixture(WeighedText):
 
     def _tuned(self, given: Given, way: str, rate: float, seed: int) -> Row:
         tuning, model = self.tuning(rate, self.document_rate), self._model(seed)
-        hyper, clock = tuning.run(model, given.pool, given.val, way, seed)
+        hyper, row = self.tuned(given, model, tuning, way, seed)
         half = given.pool.source == given.pool.names.index(_HALF)
         assert hyper.documents is not None
         scores, order = hyper.documents.values().detach()[half], ~given.pool.spoilt[half]
-        return self.measured(given, model, hyper.all()) | {
-            "further tokens": tuning.further(),
-            "speed at 5": clock.speed(5),
-            "speed at 20": clock.speed(20),
-            "detection": float(roc_auc_score(order.numpy(), scores.numpy())),
-        }
+        return row | {"detection": float(roc_auc_score(order.numpy(), scores.numpy()))}
 
     def _search(self, given: Given, seed: int) -> list[float]:
         """The best of several mixtures for a small model; the first one is uniform."""
@@ -114,11 +108,3 @@ class Mixture(WeighedText):
         """A Llama whose larger initial weights shorten the first plateau of the loss; ``small`` is that of a proxy."""
         width, layers = (self.width // 2, 1) if small else (self.width, self.layers)
         return llama(seed, self.words, width, layers, self.length, initializer_range=0.05)
-
-    def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Test perplexities; and the shares of the sources."""
-        with plots.panels(folder / self.figures[0], 1, 2, (12.0, 4.2), width_ratios=(1, 2)) as (
-            (left, right),
-        ):
-            self.draw_perplexities(left, rows)
-            self.draw_shares(right, rows, get_args(WayName)[2:], 1 / 6)

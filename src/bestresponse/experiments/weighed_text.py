@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import require_package
 from . import plots, runs, text
 from .cells import Cell
-from .documents import Pool, documents, take, tokenizer
+from .documents import Pool, PoolWeights, documents, take, tokenizer
 from .experiment import Count, Number, Positive, Repeated, Row, Tasks, require
 from .weighing import METHODS, Tuning, perplexity
 
@@ -76,6 +76,7 @@ class WeighedText(Repeated):
     counted = True
     by = ("way",)
     packages: ClassVar[tuple[tuple[str, str], ...]] = (("transformers", "transformers"),)  # with their extras
+    choosing: ClassVar[tuple[str, ...]]  # the ways that choose the shares of the sources
 
     data: Literal["python", "ptb"] = "python"
     """The text. python is what comes with Python, its help texts and the code of its library, and needs no files; with
@@ -155,6 +156,15 @@ class WeighedText(Repeated):
         }
         return found | {"shares": given.pool.shares(weights)}
 
+    def tuned(
+        self, given: Given, model: nn.Module, tuning: Tuning, way: str, seed: int
+    ) -> tuple[PoolWeights, Row]:
+        """Train with tuned weights: the module of the weights, and the row."""
+        hyper, clock = tuning.run(model, given.pool, given.val, way, seed)
+        speeds = {f"speed at {every}": clock.speed(every) for every in (5, 20)}
+        row = self.measured(given, model, hyper.all())
+        return hyper, row | speeds | {"further tokens": tuning.further()}
+
     def chosen(self, rows: list[Row]) -> dict[str, list[Row]]:
         """The rows of each way, without those of rates that are not the best."""
         kept: dict[str, list[Row]] = {}
@@ -176,19 +186,26 @@ class WeighedText(Repeated):
     def headline(self, table: list[Row], rows: list[Row]) -> Row:
         return {row["way"]: row["test perplexity"] for row in table}
 
-    def draw_shares(self, axes: Any, rows: list[Row], shown: Sequence[str], level: float) -> None:
-        """A bar for the share of each source, in each of the ways; a line at the uniform share."""
-        kept = {way: of_way for way, of_way in self.chosen(rows).items() if way in shown}
+    def draw(self, folder: Path, rows: list[Row]) -> None:
+        """Test perplexities; and the shares of the sources."""
+        place, shape = folder / self.figures[0], (1, 2, (12.0, 4.4))
+        with plots.panels(place, *shape, width_ratios=(1, 2)) as ((left, right),):
+            self._draw_perplexities(left, rows)
+            self._draw_shares(right, rows)
+
+    def _draw_shares(self, axes: Any, rows: list[Row]) -> None:
+        """A bar for the share of each source, in each way that chooses them; a line at the uniform share."""
+        kept = {way: of_way for way, of_way in self.chosen(rows).items() if way in self.choosing}
         for number, (way, of_way) in enumerate(kept.items()):
             shares = {s: statistics.fmean(row["shares"][s] for row in of_way) for s in of_way[0]["shares"]}
             at = [place + 0.8 * ((number + 0.5) / len(kept) - 0.5) for place in range(len(shares))]
             axes.bar(at, list(shares.values()), 0.8 / len(kept), label=way, color=_COLOURS[number])
             axes.set_xticks(range(len(shares)), [s.replace(", ", ",\n") for s in shares], fontsize=7)
-        axes.axhline(level, color="black", linewidth=0.8, linestyle="--")
+        axes.axhline(1 / len(rows[0]["shares"]), color="black", linewidth=0.8, linestyle="--")
         plots.style(axes, "", "share of the source", "weights at the end, mean over the seeds")
         axes.legend(fontsize=8)
 
-    def draw_perplexities(self, axes: Any, rows: list[Row]) -> None:
+    def _draw_perplexities(self, axes: Any, rows: list[Row]) -> None:
         """A point for each seed's test perplexity, in each way; an arrow if it is far above the best."""
         kept = self.chosen(rows)
         most = 1.6 * min(row["test perplexity"] for row in rows)
