@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 
 import bestresponse as br
+from pages import python_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 
 def _blocks(page):
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+    return python_of((DOCS / page).read_text("utf-8"))
 
 
 def _run(page, names, blocks=None):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pages import python_of
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -13,7 +15,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_python_of_the_readme_runs_and_tunes(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = python_of(README.read_text(encoding="utf-8"))
     names: dict = {}
     # Fewer steps show the same.
     shorter = {"range(1000)": "range(800)", "hyper_steps=200": "hyper_steps=60"}
@@ -36,7 +38,7 @@ def test_the_python_of_the_page_on_cross_validation_runs(capsys):
     torch.set_default_dtype(torch.float32)
     page = README.parent / "docs" / "cross-validation.md"
     names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+    for block in python_of(page.read_text(encoding="utf-8")):
         exec(compile(block, page.name, "exec"), names)
     assert names["found"].loss == pytest.approx(2992.99, abs=0.01)
     assert "cross-validated loss 2992.99 after" in capsys.readouterr().out
@@ -48,9 +50,9 @@ def test_the_python_of_the_page_on_new_data_runs():
     page = README.parent / "docs" / "new-data.md"
     torch.set_default_dtype(torch.float32)
     names: dict = {}
-    loop = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[0]
+    loop = python_of(README.read_text(encoding="utf-8"))[0]
     exec(compile(loop.split("method = ")[0], "README.md", "exec"), names)
-    watching, halving = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    watching, halving = python_of(page.read_text(encoding="utf-8"))
     exec(compile(watching.replace("=600", "=60"), page.name, "exec"), names)
     measured = [row["watch_loss"] for row in names["tuner"].history if "watch_loss" in row]
     assert names["tuner"].watch.measure(names["tuner"]) == pytest.approx(min(measured))
@@ -62,7 +64,7 @@ def test_the_python_of_the_page_on_influence_runs():
     page = README.parent / "docs" / "influence.md"
     torch.set_default_dtype(torch.float32)
     names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+    for block in python_of(page.read_text(encoding="utf-8")):
         exec(compile(block, page.name, "exec"), names)
     assert names["found"].scores["table"].shape == (1, 1000)
     assert [s.status for s in names["found"].solves] == ["converged"]
@@ -73,7 +75,7 @@ def test_the_python_of_the_page_on_weighing_data_runs(capsys):
     page = README.parent / "docs" / "weigh-your-data.md"
     torch.set_default_dtype(torch.float32)
     names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+    for block in python_of(page.read_text(encoding="utf-8")):
         exec(compile(block, page.name, "exec"), names)
     assert "tensor([" in capsys.readouterr().out
     assert len(names["tuner"].history) == 40
@@ -88,9 +90,9 @@ def test_the_python_of_the_page_on_runs_that_survive_runs(tmp_path, monkeypatch)
     page = README.parent / "docs" / "runs-that-survive.md"
     torch.set_default_dtype(torch.float32)
     names: dict = {}
-    loop = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[0]
+    loop = python_of(README.read_text(encoding="utf-8"))[0]
     exec(compile(loop.split("method = ")[0], "README.md", "exec"), names)
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = python_of(page.read_text(encoding="utf-8"))
     for block, steps in ((blocks[0], 3), (blocks[0], 5), *((block, 2) for block in blocks[1:])):
         exec(compile(block.replace("hyper_steps=100", f"hyper_steps={steps}"), page.name, "exec"), names)
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 5
@@ -106,7 +108,7 @@ def test_the_python_of_the_page_for_users_of_other_libraries_runs():
     page = README.parent / "docs" / "from-other-libraries.md"
     torch.set_default_dtype(torch.float32)
     names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+    for block in python_of(page.read_text(encoding="utf-8")):
         exec(compile(block.replace("hyper_steps=200", "hyper_steps=20"), page.name, "exec"), names)
     history = names["tuner"].history
     assert history[-1]["val_loss"] < history[0]["val_loss"]

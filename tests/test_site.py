@@ -10,6 +10,7 @@ import torch
 
 import bestresponse as br
 from bestresponse import integrations, tuning
+from pages import python_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -85,7 +86,7 @@ def test_troubleshooting_quotes_messages_that_exist():
 def test_the_python_of_troubleshooting_runs(line, said, capsys):
     torch.set_default_dtype(torch.float32)
     readme, page = (ROOT / "README.md").read_text("utf-8"), (DOCS / "troubleshooting.md").read_text("utf-8")
-    (loop, *_), (block,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (readme, page))
+    (loop, *_), (block,) = (python_of(text) for text in (readme, page))
     names: dict = {}
     exec(compile(loop.partition("for step")[0], "README.md", "exec"), names)
     exec(compile(block.splitlines()[line], "troubleshooting.md", "exec"), names)

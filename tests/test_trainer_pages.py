@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pages import python_of
+
 PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
 
 pytestmark = [
@@ -32,7 +34,7 @@ def test_the_code_of_a_section_runs_and_tunes(section, packages, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = python_of(text)
     assert blocks
     names: dict = {}
     for block in blocks:

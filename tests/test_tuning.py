@@ -16,6 +16,7 @@ from bestresponse.tuning import Setup
 from bestresponse.tuning.method_names import method_of
 from bestresponse.tuning.run import Tune
 from bestresponse.tuning.setup import made
+from pages import python_of
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tyro")
@@ -276,7 +277,7 @@ def test_the_file_of_init_is_better_after_tuning(tmp_path):
 
 def test_the_page_on_the_command_line_names_what_there_is(tmp_path):
     page = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text(encoding="utf-8")
-    setup, load, report = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    setup, load, report = python_of(page)
     (tmp_path / "page.py").write_text(setup, encoding="utf-8")
     torch.set_default_dtype(torch.float32)
     assert tune("page.py:make_problem", "--steps", 2, "--out", "runs/first") == 0
