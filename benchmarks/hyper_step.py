@@ -5,7 +5,8 @@
 Networks whose sources of data have a weight each, trained for a few steps by Adam: GPTs, with and without
 checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
 ``pip install transformers peft``. Weight steps and hypergradients take turns in a process of their own for each row;
-times are medians, without the first call, which verifies. A weight step is a training gradient and Adam's step. Memory
+times are medians, without the first call, which verifies. A method that refuses a network (differences of gradients in
+bfloat16 are mostly rounding) is listed with its error. A weight step is a training gradient and Adam's step. Memory
 is the peak of another process above its memory before the first step, where freed memory returns to the system
 (MALLOC_MMAP_THRESHOLD_).
 
@@ -19,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +108,7 @@ class Training(Work):
 
     def conjugate(self, steps: int, curvature: br.curvatures.Curvature) -> br.Method:
         """Conjugate gradient of exactly so many steps, and the product of a warm start."""
-        return br.Implicit(br.ConjugateGradient(steps, 0.0, damping=100.0), curvature, warm_start=True)
+        return br.Implicit(br.ConjugateGradient(steps, 0.0, damping=1.0), curvature, warm_start=True)
 
 
 def row(network: str, what: str, repeats: int) -> dict[str, float]:
@@ -143,8 +145,12 @@ def row(network: str, what: str, repeats: int) -> dict[str, float]:
     }
 
 
-def lines(rows: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
-    """The rows of the table."""
+def shown(found: dict[str, Any]) -> str:
+    return f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB"
+
+
+def lines(rows: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
+    """The rows of the table, without what was refused."""
     return [
         {
             "network": name,
@@ -158,7 +164,7 @@ def lines(rows: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
         }
         for name, found in rows.items()
         for what, r in found.items()
-        if what != "weight step"
+        if what != "weight step" and "refused" not in r
     ]
 
 
@@ -174,14 +180,17 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     if options.row:
-        print(json.dumps(row(*options.row, options.repeats)))
+        try:
+            print(json.dumps(row(*options.row, options.repeats)))
+        except br.Error as error:
+            print(json.dumps({"memory": 0.0, "refused": f"{type(error).__name__}: {error}"}))
         return
-    rows: dict[str, dict[str, dict[str, float]]] = {}
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     for network in options.networks:
         for what in ["weight step", *options.methods]:
             found = measured(__file__, [network, what], options.repeats, options.threads)
             rows.setdefault(network, {})[what] = found
-            print(network, what, f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB", flush=True)
+            print(network, what, found.get("refused") or shown(found), flush=True)
     print(f"torch {torch.__version__}, {options.threads} thread(s); times in weight steps")
     print(table(lines(rows)))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ def ours(setting: Setting, make: Callable[[int, nn.Module], br.Method]) -> Call:
     decay = br.hyperparameters.WeightDecay(setting.model, initial=float(torch.tensor(-8.0).exp()))
     problem = br.Problem(setting.model, decay, train_loss, val_loss, val_mode="as_is")
     batch = (setting.x, setting.y)
-    return lambda k: list(br.hypergradient(problem, batch, batch, make(k, decay)).total.values())
+    # A problem verifies a curvature once, at its first call.
+    method = cache(lambda k: make(k, decay))
+    return lambda k: list(br.hypergradient(problem, batch, batch, method(k)).total.values())
 
 
 def hessian(setting: Setting) -> Call:

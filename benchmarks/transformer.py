@@ -171,7 +171,7 @@ def resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measured(script: str, row: list[str], repeats: int, threads: int) -> dict[str, float]:
+def measured(script: str, row: list[str], repeats: int, threads: int) -> dict[str, Any]:
     """The row of a process, with the memory of another one."""
     command = [sys.executable, script, "--threads", str(threads), "--row", *row, "--repeats"]
     found = []

@@ -25,7 +25,10 @@ def _tables(page, name):
 
 
 def _values(row):
-    return [float(x) for x in row.values() if isinstance(x, int | float) and not isinstance(x, bool)]
+    """The numbers of a row, those in its texts included."""
+    own = [float(x) for x in row.values() if isinstance(x, int | float) and not isinstance(x, bool)]
+    texts = [x for x in row.values() if isinstance(x, str)]
+    return [*own, *(float(number) for text in texts for number in NUMBER.findall(text))]
 
 
 def _is_rounded(text, values):

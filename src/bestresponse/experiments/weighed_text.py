@@ -180,7 +180,10 @@ class WeighedText(Repeated):
         table = []
         for of_way in self.chosen(rows).values():
             (line,) = runs.mean_and_deviation(of_way, self.by, _PERPLEXITIES)
-            table.append(line | _means(of_way, self.of))
+            shares = {
+                "shares of the sources [%]": " / ".join(f"{100 * x:.0f}" for x in _shares(of_way).values())
+            }
+            table.append(line | shares | _means(of_way, self.of))
         return table
 
     def headline(self, table: list[Row], rows: list[Row]) -> Row:
@@ -197,7 +200,7 @@ class WeighedText(Repeated):
         """A bar for the share of each source, in each way that chooses them; a line at the uniform share."""
         kept = {way: of_way for way, of_way in self.chosen(rows).items() if way in self.choosing}
         for number, (way, of_way) in enumerate(kept.items()):
-            shares = {s: statistics.fmean(row["shares"][s] for row in of_way) for s in of_way[0]["shares"]}
+            shares = _shares(of_way)
             at = [place + 0.8 * ((number + 0.5) / len(kept) - 0.5) for place in range(len(shares))]
             axes.bar(at, list(shares.values()), 0.8 / len(kept), label=way, color=_COLOURS[number])
             axes.set_xticks(range(len(shares)), [s.replace(", ", ",\n") for s in shares], fontsize=7)
@@ -216,6 +219,11 @@ class WeighedText(Repeated):
         axes.set_yticks(range(len(kept)), list(kept), fontsize=8)
         axes.invert_yaxis()
         plots.style(axes, "test perplexity", "", "a point for each seed")
+
+
+def _shares(rows: list[Row]) -> dict[str, float]:
+    """The mean share of each source over rows."""
+    return {source: statistics.fmean(row["shares"][source] for row in rows) for source in rows[0]["shares"]}
 
 
 def _means(rows: list[Row], names: Sequence[str]) -> Row:
