@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -247,3 +248,15 @@ def test_a_graph_that_the_caller_holds_survives():
     training = problem.train_loss(problem.model, problem.hyper, train)
     br.hypergradient(problem, train, val, br.Implicit())
     training.backward()
+
+
+def test_a_group_that_is_initialised_after_the_problem_is_named_once(monkeypatch):
+    model, hyper = nn.Linear(2, 1), nn.ParameterDict({"rate": nn.Parameter(torch.zeros(2))})
+    problem, batch = br.Problem(model, hyper, loss, loss), torch.randn(4, 2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    with pytest.warns(br.BestResponseWarning, match="initialised after this problem"):
+        br.hypergradient(problem, batch, batch, br.Direct())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        br.hypergradient(problem, batch, batch, br.Direct())

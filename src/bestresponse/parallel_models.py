@@ -112,9 +112,14 @@ def _is_initialised() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def processes() -> int:
+    """The number of processes of torch.distributed's group; one before it is initialised."""
+    return torch.distributed.get_world_size() if _is_initialised() else 1
+
+
 def _warn_of_group() -> None:
     """Warn if the process group has other processes, which the problem leaves out."""
-    if _is_initialised() and (size := torch.distributed.get_world_size()) > 1:
+    if (size := processes()) > 1:
         warnings.warn(
             f"the process group has {size} processes, and this problem is computed on its own process alone: "
             "hyperparameters of several ranks drift apart. Pass Problem(..., group=torch.distributed.group.WORLD) for "

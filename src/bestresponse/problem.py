@@ -16,7 +16,7 @@ from .distributed import ALONE
 from .errors import ArgumentError, ArgumentTypeError, BestResponseWarning, EvaluationError, require_parameters
 from .hyperparameters.protocol import knows_its_curvature
 from .memory import MethodState, Remembering, settings_of
-from .parallel_models import check_processes, group_of, inner
+from .parallel_models import check_processes, group_of, inner, processes
 from .parameters import split
 from .parts import Undivided
 from .passes.edits import Edits
@@ -85,7 +85,7 @@ class Problem(Undivided):
             raise ArgumentTypeError(f"Problem.verify must be True or False; got {verify!r}.")
         self.model, self.hyper = inner(model), inner(hyper)
         self.train_loss, self.val_loss, self.val_mode = train_loss, val_loss, val_mode
-        self.group = group_of(model, hyper, group, batch_size)
+        self.group, self._processes = group_of(model, hyper, group, batch_size), processes()
         self.verify = verify
         self.weights, self.hyperparameters = split(self.model, self.hyper)
         self.edits = Edits()
@@ -103,6 +103,13 @@ class Problem(Undivided):
 
     def check_intact(self) -> None:
         """Raise if a weight or hyperparameter was replaced or frozen since, or differs between the ranks."""
+        if self.group is ALONE and (size := processes()) > self._processes:
+            self.warn_once(
+                "late group",
+                f"the process group ({size} processes) was initialised after this problem was made, which is computed on "
+                "its own process alone: hyperparameters of several ranks drift apart. Call init_process_group first; "
+                "before it, torch.distributed.group.WORLD is None.",
+            )
         check_processes(self.group, self.model.modules(), self.live() | dict(self.model.named_parameters()))
         for side, module, fixed in (
             ("weights", self.model, self.weights),
