@@ -106,9 +106,9 @@ class Problem(Undivided):
         if self.group is ALONE and (size := processes()) > self._processes:
             self.warn_once(
                 "late group",
-                f"the process group ({size} processes) was initialised after this problem was made, which is computed on "
-                "its own process alone: hyperparameters of several ranks drift apart. Call init_process_group first; "
-                "before it, torch.distributed.group.WORLD is None.",
+                f"the process group ({size} processes) was initialised after this problem was made, which is computed "
+                "on its own process alone: hyperparameters of several ranks drift apart. Call init_process_group "
+                "first; before it, torch.distributed.group.WORLD is None.",
             )
         check_processes(self.group, self.model.modules(), self.live() | dict(self.model.named_parameters()))
         for side, module, fixed in (
