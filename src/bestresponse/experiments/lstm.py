@@ -228,22 +228,24 @@ class LSTM(Repeated):
         return {f"test perplexity, {row['row']}": row["test perplexity"] for row in table}
 
     def draw(self, folder: Path, rows: list[Row]) -> None:
-        """Validation and test perplexity against time; or both losses of the overfitting run."""
+        """Validation and test perplexity against weight steps; or both losses of the overfitting run."""
         first = {row["row"]: row for row in rows if row["seed"] == self.seed}
         history = {name: runs.read_rows(folder / row["folder"]) for name, row in first.items()}
         if self.overfit:
             _draw_losses(folder / self.figures[0], history["overfit"])
             return
-        with plots.panels(folder / self.figures[0], 1, 2, (9.0, 3.8), sharey=True) as (axes,):
+        with plots.panels(folder / self.figures[0], 1, 2, (9.0, 3.8), sharex=True, sharey=True) as (axes,):
             axes[0].set_yscale("log")
+            if _SAMPLERS.keys() & first.keys():  # whose trials take many more steps
+                axes[0].set_xscale("log")
             for panel, key, title in zip(axes, ("val", "test"), ("validation", "test"), strict=True):
                 for name, row in first.items():
                     look = {"color": _COLOURS[name], "label": name, "linewidth": 1.6}
                     if name in _SAMPLERS:  # the history has several trials, so only the result is shown
-                        panel.plot([row["seconds"]], [row[f"{title} perplexity"]], "o", **look)
+                        panel.plot([self.trials * self.steps], [row[f"{title} perplexity"]], "o", **look)
                     else:
-                        plots.curve(panel, history[name], "seconds", f"{key}_perplexity", **look)
-                plots.style(panel, "seconds", "" if panel is axes[1] else "perplexity", title)
+                        plots.curve(panel, history[name], "weight_step", f"{key}_perplexity", **look)
+                plots.style(panel, "weight steps", "" if panel is axes[1] else "perplexity", title)
             plots.legend_below(axes[0], 4)
 
 
