@@ -299,7 +299,7 @@ def test_an_interrupted_run_leaves_a_report(tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_a_run_at_its_first_step_only(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(br.Error, match="needs a file that can be written"):
+    with pytest.raises(br.Error, match="needs a path of a file that can be written"):
         fit(tuner_of(br.callbacks.Report(tmp_path / "file" / "report.html")))
 
     def replace(tuner):

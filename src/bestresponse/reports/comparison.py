@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from .._files import replace_text
 from ..errors import ArgumentError
 from . import charts, page
 from .charts import Line
@@ -53,7 +54,7 @@ def write_comparison(runs: Sequence[Recorded], path: Path) -> None:
         page.section("By hyper-step", page.grid(against)),
         page.section("By time", page.grid(timed)),
     ]
-    page.write(path, page.page("Comparison of " + ", ".join(names), *parts))
+    replace_text(path, page.page("Comparison of " + ", ".join(names), *parts), "a report")
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -2,11 +2,9 @@
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from .. import _layout
-from ..errors import ArgumentError
 from .recorded import is_number
 
 _STYLE = """
@@ -65,19 +63,6 @@ def page(title: str, *parts: str) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{body}\n</main></body></html>\n'
     )
-
-
-def write(path: Path, text: str) -> None:
-    """Write a page; the file is either the old one or the new one, never a part."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise ArgumentError(
-            f"a report needs a file that can be written; got {path}: {error.strerror}. Choose another."
-        ) from error
 
 
 def text(value: object) -> str:

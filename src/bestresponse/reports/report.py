@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+from .._files import replace_text
 from ..errors import ArgumentError
 from . import charts, hyperparameters, page
 from .charts import Line
@@ -35,7 +36,7 @@ def write_report(run: Recorded, path: Path) -> None:
         )
     parts = [_state(run), _numbers(run), _losses(run), _hypergradients(run), hyperparameters.section(run)]
     parts += [hyperparameters.pictures(run), _troubles(run), _table(run), _settings(run)]
-    page.write(path, page.page(f"Run {run.name}", *parts))
+    replace_text(path, page.page(f"Run {run.name}", *parts), "a report")
 
 
 def _state(run: Recorded) -> str:

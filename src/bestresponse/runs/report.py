@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._files import replace_text
 from ..errors import ArgumentError, require_number, require_package
 from ..memory import settings_of
-from ..reports import Recorded, page, write_report
+from ..reports import Recorded, write_report
 from ..reports.recorded import TENSORS
 from .run import SavedRun
 from .summary import plain_values
@@ -85,7 +86,7 @@ class Report:
             for name, found in _histograms(values).items()
         }
         data = {"hyper_step": tuner.hyper_step, "tensors": tensors, "pictures": _pictures(values)}
-        page.write(self.path.with_name(TENSORS), json.dumps(data))
+        replace_text(self.path.with_name(TENSORS), json.dumps(data), "a report")
         self._written = time.monotonic()
         return data
 
