@@ -179,6 +179,7 @@ def by_torch(function: Callable[[Any, int, float], Tensors]) -> Callable[[Settin
 
 def operations(call: Call, setting: Setting) -> float:
     """The floating-point operations of a product, in those of a training gradient."""
+    call(FEW + 1)  # the first call verifies
     one, two = (transformer.count(lambda k=k: transformer.void(call(k))) for k in (FEW, FEW + 1))
     return (two - one) / transformer.count(setting.gradient)
 

@@ -27,6 +27,7 @@ RowName = Literal[
     "many rates",
 ]
 _COLOURS = plots.colours(get_args(RowName))
+_MARKS = {"grid search": "o", "random search": "s", "Bayesian optimisation": "^"}
 _SAMPLERS = {"grid search": "grid", "random search": "random", "Bayesian optimisation": "gp"}
 # Bayesian optimisation starts with random trials, which should differ from those of random search.
 _SEED_OFFSETS = {"random": 0, "gp": 1_000_000}
@@ -176,8 +177,8 @@ class LSTM(Repeated):
             found = br.search(lambda x: objective(_with_one_rate(make(), x)), space, seed=cell.seed, **more)
         else:
             found = br.search(objective, problem=make, seed=cell.seed + _SEED_OFFSETS[sampler], **more)
-        seconds = found.trials[-1]["seconds"]
-        return {**runs.read_json(best), "hyperparameters": len(found.values), "seconds": seconds}
+        spent = {"seconds": found.trials[-1]["seconds"], "weight steps": len(found.trials) * self.steps}
+        return {**runs.read_json(best), "hyperparameters": len(found.values), **spent}
 
     def _overfit(self, corpus: Corpus, cell: Cell) -> Row:
         """Tune a weight decay for each weight, without dropout, on ten sequences for training and for validation."""
@@ -242,7 +243,8 @@ class LSTM(Repeated):
                 for name, row in first.items():
                     look = {"color": _COLOURS[name], "label": name, "linewidth": 1.6}
                     if name in _SAMPLERS:  # the history has several trials, so only the result is shown
-                        panel.plot([self.trials * self.steps], [row[f"{title} perplexity"]], "o", **look)
+                        at, mark = row["weight steps"], _MARKS[name]
+                        panel.plot([at], [row[f"{title} perplexity"]], mark, markerfacecolor="none", **look)
                     else:
                         plots.curve(panel, history[name], "weight_step", f"{key}_perplexity", **look)
                 plots.style(panel, "weight steps", "" if panel is axes[1] else "perplexity", title)
