@@ -239,6 +239,7 @@ def work(library: str, case: str, threads: int) -> None:
     print(json.dumps(told), flush=True)
     for line in sys.stdin:
         task = line.strip()
+        setting.gradient()  # the system may have reclaimed the memory of a process that waited for its turn
         start = time.process_time()
         if task == "gradient":
             setting.gradient()
