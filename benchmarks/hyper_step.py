@@ -145,10 +145,6 @@ def row(network: str, what: str, repeats: int) -> dict[str, float]:
     }
 
 
-def shown(found: dict[str, Any]) -> str:
-    return f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB"
-
-
 def lines(rows: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
     """The rows of the table, without what was refused."""
     return [
@@ -190,7 +186,9 @@ def main() -> None:
         for what in ["weight step", *options.methods]:
             found = measured(__file__, [network, what], options.repeats, options.threads)
             rows.setdefault(network, {})[what] = found
-            print(network, what, found.get("refused") or shown(found), flush=True)
+            refused = found.get("refused")
+            cost = refused or f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB"
+            print(network, what, cost, flush=True)
     print(f"torch {torch.__version__}, {options.threads} thread(s); times in weight steps")
     print(table(lines(rows)))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,7 @@ class Work:
         return br.GaussNewton(
             lambda m, h, b: (m(b), h["logs"]),
             self.weighed,
-            lambda m, h, b: 0.0 * next(iter(self.problem.weights.values())).sum(),
+            lambda m, h, b: 0.0,
         )
 
     def hypergradient(self, curvature: str, products: int) -> Callable[[], None]:

@@ -75,9 +75,8 @@ def test_the_training_loss_is_that_of_the_drawn_documents_and_responds_to_their_
     model, hyper = Bigram(12), documents.PoolWeights(two_sources, True)
     index = torch.tensor([0, 3, 40])
     batch = two_sources.words[index], index, hyper.all()[index]
-    split = weighing.Split(model)
     loss, each = (
-        split.train_loss(model, hyper, batch),
+        weighing.train_loss(model, hyper, batch),
         weighing.losses(weighing.logits(model, batch[0]), batch[0]),
     )
     torch.testing.assert_close(loss, each.mean())

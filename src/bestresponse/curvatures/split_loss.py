@@ -27,7 +27,7 @@ from .power_iteration import warn_of_power_iterations
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
-Rest = Callable[[Any, Any, Any], Tensor]
+Rest = Callable[[Any, Any, Any], Tensor | float]
 # A rest is small if the graph of the outputs has so many times its nodes.
 _SMALL = 8
 

@@ -203,8 +203,9 @@ class WeighedText(Repeated):
             shares = _shares(of_way)
             at = [place + 0.8 * ((number + 0.5) / len(kept) - 0.5) for place in range(len(shares))]
             axes.bar(at, list(shares.values()), 0.8 / len(kept), label=way, color=_COLOURS[number])
-            axes.set_xticks(range(len(shares)), [s.replace(", ", ",\n") for s in shares], fontsize=7)
-        axes.axhline(1 / len(rows[0]["shares"]), color="black", linewidth=0.8, linestyle="--")
+        sources = list(rows[0]["shares"])
+        axes.set_xticks(range(len(sources)), [s.replace(", ", ",\n") for s in sources], fontsize=7)
+        axes.axhline(1 / len(sources), color="black", linewidth=0.8, linestyle="--")
         plots.style(axes, "", "share of the source", "weights at the end, mean over the seeds")
         axes.legend(fontsize=8)
 

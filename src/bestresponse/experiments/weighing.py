@@ -19,40 +19,39 @@ from .documents import Drawn, Pool, PoolWeights
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-class Split:
-    """The training loss of weighed documents, as a loss of outputs: ``GaussNewton(split.predict, split.loss, ...)``.
+def predict(model: Any, hyper: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits, and the relative weights of the documents."""
+    return logits(model, batch[0]), hyper(batch[1]) / batch[2]
+
+
+def output_loss(outputs: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+    """The mean of the weighted losses."""
+    return (outputs[1] * losses(outputs[0], batch[0])).mean()
+
+
+def train_loss(model: Any, hyper: Any, batch: Batch) -> Tensor:
+    """The training loss of weighed documents.
 
     A document counts w / w′, where w is its weight and w′ is the weight by which it was drawn. So the value is that of
     the drawn documents, and the derivative is that of the weighted mean over all documents.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.first = next(weight for weight in model.parameters() if weight.requires_grad)
-
-    def predict(self, model: Any, hyper: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits, and the relative weights of the documents."""
-        return logits(model, batch[0]), hyper(batch[1]) / batch[2]
-
-    def loss(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-        """The mean of the weighted losses."""
-        return (outputs[1] * losses(outputs[0], batch[0])).mean()
-
-    def train_loss(self, model: Any, hyper: Any, batch: Batch) -> Tensor:
-        """The training loss of a problem."""
-        return self.loss(self.predict(model, hyper, batch), batch)
-
-    def curvature(self) -> br.GaussNewton:
-        """Gauss-Newton of this loss, to which the training loss adds nothing."""
-        return br.GaussNewton(self.predict, self.loss, lambda model, hyper, batch: 0.0 * self.first.sum())
+    return output_loss(predict(model, hyper, batch), batch)
 
 
-METHODS: dict[str, Callable[[Split], br.Method]] = {
-    "Implicit": lambda split: br.Implicit(),
-    "Gauss-Newton": lambda split: br.Implicit(
-        br.ConjugateGradient(2, damping=None), split.curvature(), warm_start=True
+def _nothing(model: Any, hyper: Any, batch: Batch) -> float:
+    """What the training loss adds to the loss of the outputs."""
+    return 0.0
+
+
+METHODS: dict[str, Callable[[], br.Method]] = {
+    "Implicit": br.Implicit,
+    "Gauss-Newton": lambda: br.Implicit(
+        br.ConjugateGradient(2, damping=None),
+        br.GaussNewton(predict, output_loss, _nothing),
+        warm_start=True,
     ),
-    "SAMA": lambda split: br.SAMA(),
-    "Penalty": lambda split: br.Penalty(1, 0.1, multiplier=10.0),
+    "SAMA": br.SAMA,
+    "Penalty": lambda: br.Penalty(1, 0.1, multiplier=10.0),
 }
 
 
@@ -172,8 +171,8 @@ class Tuning:
         self, model: nn.Module, pool: Pool, val: Tensor, method: str, seed: int
     ) -> tuple[PoolWeights, Clock]:
         """Train the model and tune the weights; the weights at the end, and what the steps cost."""
-        hyper, split = PoolWeights(pool, self.document_rate > 0), Split(model)
-        problem = br.Problem(model, hyper, split.train_loss, _val_loss)
+        hyper = PoolWeights(pool, self.document_rate > 0)
+        problem = br.Problem(model, hyper, train_loss, _val_loss)
         optimizer = torch.optim.Adam(problem.weights.values(), self.weight_rate)
         clock = Clock(self.every, self.warmup)
         optimizer.register_step_post_hook(clock)
@@ -186,7 +185,7 @@ class Tuning:
             problem,
             optimizer,
             torch.optim.Adam(groups),
-            METHODS[method](split),
+            METHODS[method](),
             weight_steps=self.every,
             warmup_steps=self.warmup,
             seed=seed,
