@@ -230,6 +230,7 @@ def work(library: str, case: str, threads: int) -> None:
         told: dict[str, Any] = {"apart": float(far / size)}
         unit = measuring.peak_bytes(setting.gradient)
         for k in (0, FEW, MANY):
+            call(k)  # the first call of a method verifies
             told[f"memory {k}"] = measuring.peak_bytes(partial(call, k)) / unit
         told["by count"] = operations(call, setting)
     except Exception as error:  # what a library raises is the result
