@@ -5,10 +5,11 @@
 Networks whose sources of data have a weight each, trained for a few steps by Adam: GPTs, with and without
 checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
 ``pip install transformers peft``. Weight steps and hypergradients take turns in a process of their own for each row;
-times are medians, without the first call, which verifies. A method that refuses a network (differences of gradients in
+times are medians, without the first call, which verifies. The number of products of `Implicit()` changes from call to
+call: its row has the means of four times as many calls. A method that refuses a network (differences of gradients in
 bfloat16 are mostly rounding) is listed with its error. A weight step is a training gradient and Adam's step. Memory
-is the peak of another process above its memory before the first step, where freed memory returns to the system
-(MALLOC_MMAP_THRESHOLD_).
+is the peak of another process above its memory with the network and all libraries loaded, where freed memory returns
+to the system (MALLOC_MMAP_THRESHOLD_).
 
 prints one table, and writes hyper_step.json into --out.
 """
@@ -82,8 +83,10 @@ NETWORKS: dict[str, tuple[Callable[[Size], nn.Module], Size]] = {
     "GPT, 8 × 256 tokens, checkpoints": (Checkpointed, LONG),
     "adapters, 8 × 128 tokens": (Adapters, Size(128, 8, 256, 4)),
 }
-# The first two have the passes of Implicit() with a warm start, whose number of products changes from call to call.
+OWN = "Implicit()"
+# The two after it have the passes of Implicit() with a warm start, at fixed numbers of products.
 METHODS: dict[str, Callable[["Training"], br.Method]] = {
+    OWN: lambda _: br.Implicit(),
     "conjugate gradient, 4 steps": lambda t: t.conjugate(4, br.Hessian()),
     "conjugate gradient, 1 step": lambda t: t.conjugate(1, br.Hessian()),
     "GaussNewton, 2 steps": lambda t: t.conjugate(2, t.gauss_newton()),
@@ -95,8 +98,8 @@ METHODS: dict[str, Callable[["Training"], br.Method]] = {
 class Training(Work):
     """The problem, some steps after the beginning."""
 
-    def __init__(self, make: Callable[[Size], nn.Module], size: Size) -> None:
-        super().__init__(size, make)
+    def __init__(self, make: Callable[[Size], nn.Module], size: Size, verify: bool) -> None:
+        super().__init__(size, make, verify)
         self.optimizer = torch.optim.Adam(self.problem.weights.values(), 1e-3)
 
     def step(self) -> None:
@@ -106,40 +109,44 @@ class Training(Work):
         loss.backward(inputs=list(self.problem.weights.values()))
         self.optimizer.step()
 
+    def hypergradients(self, what: str) -> Callable[[], br.Hypergradient | None]:
+        """Calls of the method with this name, or of nothing."""
+        if what not in METHODS:
+            return lambda: None
+        given = self.problem, self.train, self.val, METHODS[what](self)
+        return lambda: br.hypergradient(*given, weight_optimizer=self.optimizer)
+
     def conjugate(self, steps: int, curvature: br.curvatures.Curvature) -> br.Method:
         """Conjugate gradient of exactly so many steps, and the product of a warm start."""
         return br.Implicit(br.ConjugateGradient(steps, 0.0, damping=1.0), curvature, warm_start=True)
 
 
-def row(network: str, what: str, repeats: int) -> dict[str, float]:
+def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]:
     """The measurements of one process."""
     make, size = NETWORKS[network]
-    Training(GPT, Size(4, 1, 32, 1)).step()  # which loads the libraries of kernels
-    training = Training(make, size)
-    method = METHODS[what](training) if what in METHODS else None
+    small = Training(make, Size(4, 1, 32, 1), verify)
+    small.step()
+    small.hypergradients(what)()  # which loads the libraries
+    training = Training(make, size, verify)
     base = resident()
     for _ in range(5):
         training.step()
-
-    def call() -> br.Hypergradient | None:
-        if method is None:
-            return None
-        given = training.problem, training.train, training.val, method
-        return br.hypergradient(*given, weight_optimizer=training.optimizer)
-
+    call = training.hypergradients(what)
     times: dict[str, list[float]] = {"weight step": [], what: []}
-    found: br.Hypergradient | None = None
-    for number in range(repeats + 1):
+    products = []
+    for number in range((4 * repeats if what == OWN else repeats) + 1):
         for name, run in (("weight step", training.step), (what, call)):
             start = time.process_time()
             found = run()
             if number:
                 times[name].append(time.process_time() - start)
+        if number and found is not None and found.solve is not None:
+            products.append(found.solve.products)
     step = statistics.median(times["weight step"])
     return {
-        "time": statistics.median(times[what]) / step,
+        "time": (statistics.fmean if what == OWN else statistics.median)(times[what]) / step,
         "seconds": step,
-        "products": found.solve.products if found is not None and found.solve is not None else 0,
+        "products": statistics.fmean(products) if products else 0.0,
         "memory": resident() - base,
         "weights": sum(w.numel() for w in training.problem.weights.values()),
     }
@@ -153,7 +160,7 @@ def lines(rows: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
             "weights": f"{r['weights'] / 1e6:.2g} M",
             "weight step": f"{found['weight step']['memory']:.0f} MiB",
             "method": what,
-            "products": f"{r['products']:.0f}",
+            "products": f"{r['products']:.2g}",
             "weight steps": f"{r['time']:.1f}",
             "memory": f"{r['memory']:.0f} MiB",
             "ratio": f"{r['memory'] / found['weight step']['memory']:.1f}",
@@ -170,6 +177,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument(
+        "--no-verify", action="store_true", help="leave out the verification of the first call"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/hyper_step"))
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -177,14 +187,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if options.row:
         try:
-            print(json.dumps(row(*options.row, options.repeats)))
+            print(json.dumps(row(*options.row, options.repeats, not options.no_verify)))
         except br.Error as error:
             print(json.dumps({"memory": 0.0, "refused": f"{type(error).__name__}: {error}"}))
         return
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for network in options.networks:
         for what in ["weight step", *options.methods]:
-            found = measured(__file__, [network, what], options.repeats, options.threads)
+            wanted = [network, what, *(["--no-verify"] if options.no_verify else [])]
+            found = measured(__file__, wanted, options.repeats, options.threads)
             rows.setdefault(network, {})[what] = found
             refused = found.get("refused")
             cost = refused or f"{found['time']:.2f} weight steps, {found['memory']:.0f} MiB"

@@ -5,8 +5,8 @@
 A GPT whose sources of data have a weight each, in the settings of `NETWORKS`. Each row runs in a fresh process. CPU
 time is the median of rounds in which a training gradient and each number of products take turns. Operations are those
 that torch's FlopCounterMode counts, for causal attention those of the whole matrix. Memory is the peak of another
-process above its memory with the library and the network loaded, where freed memory returns to the system
-(MALLOC_MMAP_THRESHOLD_).
+process above its memory with the network and all libraries loaded (a second derivative makes torch load sympy, 43 MiB),
+where freed memory returns to the system (MALLOC_MMAP_THRESHOLD_).
 
 prints one table, and writes transformer.json into --out.
 """
@@ -97,13 +97,13 @@ def entropy(outputs: Tensor, words: Tensor) -> Tensor:
 class Work:
     """A problem with its batches, and what is measured on it."""
 
-    def __init__(self, size: Size, make: Callable[[Size], nn.Module] = GPT) -> None:
+    def __init__(self, size: Size, make: Callable[[Size], nn.Module] = GPT, verify: bool = True) -> None:
         torch.manual_seed(0)
         self.model = make(size)
         self.hyper = nn.ParameterDict({"logs": nn.Parameter(torch.zeros(SOURCES))})
         self.source = torch.arange(size.sequences) % SOURCES
         self.train, self.val = (torch.randint(WORDS, (size.sequences, size.tokens)) for _ in range(2))
-        self.problem = br.Problem(self.model, self.hyper, self.train_loss, self.val_loss)
+        self.problem = br.Problem(self.model, self.hyper, self.train_loss, self.val_loss, verify=verify)
 
     def train_loss(self, model: Any, hyper: Any, batch: Tensor) -> Tensor:
         return self.weighed((model(batch), hyper["logs"]), batch)
@@ -136,6 +136,11 @@ class Work:
         method = br.Implicit(solver, chosen, estimate_error=False)
         return lambda: void(br.hypergradient(self.problem, self.train, self.val, method))
 
+    def calls(self, what: str) -> dict[str, Callable[[], None]]:
+        """A gradient, and hypergradients with each number of products, unless ``what`` is the gradient."""
+        of_products = {} if what == "gradient" else {str(k): self.hypergradient(what, k) for k in PRODUCTS}
+        return {"gradient": self.gradient, **of_products}
+
 
 def void(_: object) -> None:
     """Drop a result."""
@@ -143,12 +148,11 @@ def void(_: object) -> None:
 
 def row(size: Size, what: str, repeats: int) -> dict[str, float]:
     """The measurements of one process."""
-    Work(Size(4, 1, 32, 1)).gradient()  # which loads the libraries of kernels
+    for call in Work(Size(4, 1, 32, 1)).calls(what).values():
+        call()  # which loads the libraries
     work = Work(size)
     base = resident()
-    calls: dict[str, Callable[[], None]] = {"gradient": work.gradient}
-    if what != "gradient":
-        calls |= {str(k): work.hypergradient(what, k) for k in PRODUCTS}
+    calls = work.calls(what)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(repeats + 1):
         for name, call in calls.items():
@@ -175,7 +179,7 @@ def measured(script: str, row: list[str], repeats: int, threads: int) -> dict[st
     """The row of a process, with the memory of another one."""
     command = [sys.executable, script, "--threads", str(threads), "--row", *row, "--repeats"]
     found = []
-    for number, more in ((repeats, {}), (1, {"MALLOC_MMAP_THRESHOLD_": str(2**20)})):
+    for number, more in ((repeats, {}), (1, {"MALLOC_MMAP_THRESHOLD_": str(2**16)})):
         output = subprocess.run(
             [*command, str(number)], check=True, capture_output=True, text=True, env=os.environ | more
         ).stdout

@@ -221,20 +221,27 @@ class Network(Setting):
 
     def tune(self, model: nn.Module, hyper: nn.Module, examples: Data, stop: Callback, fall: Step) -> int:
         problem = self.problem(model, hyper)
-        optimizer = torch.optim.Adam(problem.hyperparameters.values(), self.hyper_rate)
+        tuner = self.tuner(problem, br.Implicit(), stop, fall)
         train, val = split(examples, 0.25)
-        tuner = br.Tuner(
+        return len(tuner.fit(self.batches(train), self.batches(val), self.hyper_steps))
+
+    def tuner(
+        self, problem: br.Problem, method: br.Method, callback: Callback, fall: Step | None = None
+    ) -> br.Tuner:
+        """The tuner of a run."""
+        optimizer = torch.optim.Adam(problem.hyperparameters.values(), self.hyper_rate)
+        return br.Tuner(
             problem,
             torch.optim.Adam(problem.weights.values(), self.rate),
             optimizer,
+            method,
             weight_steps=self.weight_steps,
             warmup_steps=self.steps // 4,
             clip_weights=1.0,
             policy="skip",
-            hyper_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, fall),
-            callbacks=[stop],
+            hyper_scheduler=fall and torch.optim.lr_scheduler.LambdaLR(optimizer, fall),
+            callbacks=[callback],
         )
-        return len(tuner.fit(self.batches(train), self.batches(val), self.hyper_steps))
 
     def validation_loss(self, model: nn.Module, hyper: nn.Module, examples: Data) -> float:
         train, val = split(examples, 0.25)

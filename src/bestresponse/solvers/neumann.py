@@ -97,6 +97,7 @@ class Neumann(Solver):
             product = system.A(term)
             curvature = _tree.dot(term, product) / size / size
             following = _tree.add(term, product, -scale)
+            del product  # which would be held during the next one
             size = _tree.norm(following)
             if not math.isfinite(size) or not math.isfinite(curvature):
                 status = Status.NOT_FINITE
