@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,15 @@ from ..errors import Error
 from ..problem import Problem
 
 Level = Literal["ok", "note", "warning", "error"]
+
+
+class Obstacle(StrEnum):
+    """What keeps the weights from having a best response."""
+
+    INTERPOLATED = "the model fits the batch exactly, and its Hessian is singular"
+    UNBOUNDED = "the training loss has no minimum near the weights"
+    AT_SADDLE = "the weights lie at a saddle"
+    FAR = "the weights are far from a minimum"
 
 
 @dataclass(frozen=True)
@@ -22,11 +32,13 @@ class Finding:
         level: "ok", "note", "warning" if it may spoil a run, "error" if it makes hypergradients wrong.
         topic: the topic of the test.
         text: the finding; warnings and errors also say what to do.
+        obstacle: for the recommendation, what a warning means for the best response; None for any other finding.
     """
 
     level: Level
     topic: str
     text: str
+    obstacle: Obstacle | None = None
 
 
 @dataclass
@@ -60,9 +72,9 @@ class Bench:
         given.check_intact()
         self.problem = Problem(given.model, given.hyper, given.train_loss, given.val_loss, given.val_mode)
 
-    def add(self, level: Level, text: str) -> None:
+    def add(self, level: Level, text: str, obstacle: Obstacle | None = None) -> None:
         """Add a finding on the present topic."""
-        self.findings.append(Finding(level, self.topic, text))
+        self.findings.append(Finding(level, self.topic, text, obstacle))
 
     @contextmanager
     def errors_as_findings(self) -> Iterator[None]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from .. import _tree
 from . import methods
-from .findings import Bench
+from .findings import Bench, Obstacle
 from .methods import Row
-from .retraining import UNBOUNDED, Retraining
-from .spectrum import AT_SADDLE, FAR, INTERPOLATED, Spectrum
+from .retraining import Retraining
+from .spectrum import Spectrum
 
 # A slope with at most this relative difference from that of retraining is right.
 _CLOSE = 0.2
@@ -93,15 +93,15 @@ def _start_with(bench: Bench, known: Spectrum, rows: list[Row]) -> tuple[str, st
 
 def _first(bench: Bench, retraining: Retraining | None, rows: list[Row]) -> str:
     """What must happen before a hypergradient means anything; empty if nothing."""
-    warned = " ".join(f.text for f in bench.findings if f.topic in ("stationarity", "retraining"))
-    if INTERPOLATED in warned:
+    met = {f.obstacle for f in bench.findings}
+    if Obstacle.INTERPOLATED in met:
         return "add a regulariser to train_loss, train further until its gradient is small"
-    if UNBOUNDED in warned or AT_SADDLE in warned:
+    if Obstacle.UNBOUNDED in met or Obstacle.AT_SADDLE in met:
         return "train_loss needs a minimum near the weights; add a regulariser, or train from other weights"
     if not any(r.slope for r in rows):
         return "find out why no hyperparameter moves val_loss; train the weights first"
     nearest = _nearest(retraining, rows)
-    if FAR in warned and (nearest is None or not 0.5 <= nearest[1] <= 2.0):
+    if Obstacle.FAR in met and (nearest is None or not 0.5 <= nearest[1] <= 2.0):
         return "train the weights longer before the first hyper-step (warmup_steps)"
     return ""
 

@@ -10,12 +10,11 @@ from .._tree import Tree
 from ..errors import Error, EvaluationError
 from ..hyperparameters.orthant import fitting, orthant_wise
 from ..problem import Passes
-from .findings import Bench
+from .findings import Bench, Obstacle
 
 _MOMENTUM = 0.9
 # A training loss that falls by this multiple of both losses at the start has no minimum nearby.
 _BOUND = 1e3
-UNBOUNDED = "train_loss falls without bound"
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,10 @@ def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, ste
         if not before - after <= _BOUND * (abs(before) + abs(bench.val_loss)):
             bench.add(
                 "warning",
-                f"{UNBOUNDED}: from {before:.3g} to {after:.3g} in {steps} steps. The weights lie "
+                f"train_loss falls without bound: from {before:.3g} to {after:.3g} in {steps} steps. The weights lie "
                 "near a saddle or a slope without a minimum, where they have no best response. Add a regulariser to "
                 "train_loss, or train from other weights.",
+                Obstacle.UNBOUNDED,
             )
             return None
         wanted = (1e-6 if double else 1e-3) * (abs(value) or 1.0)
@@ -76,7 +76,8 @@ def retrain(bench: Bench, direction: Tree, predicted: float, highest: float, ste
         coarse, fine = ((trained(h)[-1] - trained(-h)[-1]) / (2.0 * h) for h in (size, size / 2.0))
     except Error as error:
         if isinstance(error, EvaluationError) and "finite" in str(error):
-            bench.add("warning", f"{UNBOUNDED}, or its curvature grows, within {steps} steps: {error}")
+            text = f"train_loss falls without bound, or its curvature grows, within {steps} steps: {error}"
+            bench.add("warning", text, Obstacle.UNBOUNDED)
         else:
             bench.add("note", f"not compared: {error}")
         return None

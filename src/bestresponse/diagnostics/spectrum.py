@@ -12,8 +12,8 @@ from ..errors import EvaluationError
 from ..solvers import MINRES, ConjugateGradient
 from ..solvers.direct import dense
 from ..verification.probe import gradient
-from .findings import Bench, Level
-from .retraining import UNBOUNDED, Retraining
+from .findings import Bench, Level, Obstacle
+from .retraining import Retraining
 
 _DENSE = 300
 _SINGULAR = 1e-6
@@ -24,9 +24,6 @@ _FAR = 0.1
 _AT_SADDLE = 1e-4
 # A training loss below this share of the validation loss, with a singular Hessian: the model fits the batch exactly.
 _FITTED = 1e-3
-AT_SADDLE = "the weights lie at a saddle"
-FAR = "Train longer first (warmup_steps)"
-INTERPOLATED = "the model fits this batch exactly"
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,9 @@ def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining
     if spectrum.highest <= 0.0 and spectrum.gradient > 0.0:
         bench.add(
             "warning",
-            f"{text} Without positive curvature, {UNBOUNDED} along its gradient. Add a regulariser to train_loss.",
+            f"{text} Without positive curvature, train_loss falls without bound along its gradient. Add a regulariser "
+            "to train_loss.",
+            Obstacle.UNBOUNDED,
         )
         return
     if not spectrum.indefinite:
@@ -145,9 +144,10 @@ def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining
     if spectrum.singular and loss <= _FITTED * abs(bench.val_loss):
         bench.add(
             "warning",
-            f"{INTERPOLATED}: train_loss is {spectrum.loss:.3g}, val_loss {bench.val_loss:.3g}, and the Hessian is "
-            "singular. Many weights fit equally well, so the weights have no unique best response, and training "
-            "longer does not give one. Add a regulariser to train_loss.",
+            f"the model fits this batch exactly: train_loss is {spectrum.loss:.3g}, val_loss {bench.val_loss:.3g}, and "
+            "the Hessian is singular. Many weights fit equally well, so the weights have no unique best response, and "
+            "training longer does not give one. Add a regulariser to train_loss.",
+            Obstacle.INTERPOLATED,
         )
         return
     if (
@@ -156,11 +156,13 @@ def report_stationarity(bench: Bench, spectrum: Spectrum, retraining: Retraining
     ):
         bench.add(
             "warning",
-            f"{text} With negative curvature as large as {spectrum.lowest:.3g}, {AT_SADDLE}, where "
+            f"{text} With negative curvature as large as {spectrum.lowest:.3g}, the weights lie at a saddle, where "
             "they have no best response. Train from other weights first.",
+            Obstacle.AT_SADDLE,
         )
         return
-    if max(gains, default=0.0) > _FAR * loss:
+    far = max(gains, default=0.0) > _FAR * loss
+    if far:
         level = "warning"
-        text += f" {FAR}, or make more weight steps for each hyper-step."
-    bench.add(level, text)
+        text += " Train longer first (warmup_steps), or make more weight steps for each hyper-step."
+    bench.add(level, text, Obstacle.FAR if far else None)
