@@ -1,7 +1,8 @@
 """The tables and the figures of the documents come from the same runs.
 
-docs/results/NAME.json is the result.json of ``bestresponse reproduce NAME``. Its figure carries the digest of the same
-metrics.jsonl. Below that command, the table whose lines have the names of its rows shows their numbers.
+docs/results/NAME.json is the result.json of ``bestresponse reproduce NAME``, and NAME.more.json that of the same
+experiment with other options. Its figure carries the digest of the same metrics.jsonl. Below that command, a table
+whose lines have the names of its rows shows their numbers.
 """
 
 import json
@@ -69,11 +70,13 @@ def _compared(table, rows):
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_table_has_the_numbers_of_its_result(path):
     rows = json.loads(path.read_text("utf-8"))["rows"]
-    tables = [table for page in sorted(DOCS.glob("*.md")) for table in _tables(page, path.stem)]
+    name = path.stem.partition(".")[0]
+    tables = [table for page in sorted(DOCS.glob("*.md")) for table in _tables(page, name)]
     compared = [found for table in tables if (found := _compared(table, rows))]
     assert compared, "no table has the names of the rows of the result"
-    assert any(numbers for numbers, _ in compared[0])
-    assert [wrong for _, wrong in compared[0] if wrong] == []
+    nearest = min(compared, key=lambda found: sum(len(wrong) for _, wrong in found))
+    assert any(numbers for numbers, _ in nearest)
+    assert [wrong for _, wrong in nearest if wrong] == []
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

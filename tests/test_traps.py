@@ -281,3 +281,151 @@ def test_reused_methods_do_not_warn_of_being_made_anew():
         )
         tuner.fit([train], [val], 3)
         del tuner
+
+
+# --- batches that a loss changes --------------------------------------------------------------------------
+
+
+def in_place(model, hyper, b):
+    return F.mse_loss(model(b["x"].div_(1.5)), b["y"]) + hyper(model)
+
+
+def replacing(model, hyper, b):
+    b["x"] = b["x"] / 1.5
+    b["more"].append(b.pop("y"))
+    return F.mse_loss(model(b["x"]), b["more"][-1]) + hyper(model)
+
+
+def pure(model, hyper, b):
+    return F.mse_loss(model(b["x"] / 1.5), b["y"]) + hyper(model)
+
+
+METHODS = {
+    "implicit": lambda: br.Implicit(br.Exact(damping=1.0)),
+    "differences": lambda: br.Implicit(br.Exact(damping=1.0), br.FiniteDifference()),
+    "unrolled": lambda: br.Unrolled(2, 0.1),
+    "forward": lambda: br.Forward(2, 0.1),
+    "penalty": lambda: br.Penalty(3, 0.05),
+}
+
+
+def of_losses(train_loss, val_loss):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    return br.Problem(model, WeightDecay(model, initial=0.3), train_loss, val_loss)
+
+
+def dicts():
+    g = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(12, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    return {"x": x, "y": y, "more": []}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("edited", ["train_loss", "val_loss"])
+def test_a_loss_that_edits_its_batch_in_place_is_named(method, edited):
+    losses = {"train_loss": pure, "val_loss": pure, edited: in_place}
+    with pytest.raises(br.Error, match=rf"{edited}.*batch\['x'\] in place"):
+        br.hypergradient(of_losses(**losses), dicts(), dicts(), METHODS[method]())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lists_and_dicts_of_a_batch_are_put_back(method):
+    b = dicts()
+    found = br.hypergradient(of_losses(replacing, replacing), b, b, METHODS[method]())
+    expected = br.hypergradient(of_losses(pure, pure), dicts(), dicts(), METHODS[method]())
+    assert all(torch.equal(found.total[n], expected.total[n]) for n in found.total)
+    assert list(b) == ["x", "y", "more"]
+    assert torch.equal(b["x"], dicts()["x"])
+    assert b["more"] == []
+
+
+# --- curvature that a split or autograd would lose ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", [br.GaussNewton, br.KFAC])
+@pytest.mark.parametrize(
+    ("outputs", "both"),
+    [
+        (lambda y: (y[:, :1], [y[:, 1:]]), lambda o: torch.cat([o[0], o[1][0]], 1)),
+        (lambda y: {"a": y[:, :1], "b": {"c": y[:, 1:]}}, lambda o: torch.cat([o["a"], o["b"]["c"]], 1)),
+        (lambda y: [None, (y,), "text"], lambda o: o[1][0]),
+    ],
+    ids=["list in a tuple", "dict in a dict", "beside other things"],
+)
+def test_nested_outputs_are_those_in_one_tensor(curvature, outputs, both):
+    problem = of_losses(pure, pure)
+    given = dicts()
+
+    def found(predict, loss):
+        method = br.Implicit(br.Exact(damping=0.1), curvature(predict, loss, problem.hyper))
+        return br.hypergradient(problem, given, given, method).total
+
+    def fit(y, b):
+        return F.mse_loss(y, b["y"])
+
+    flat = found(lambda m, h, b: m(b["x"] / 1.5), fit)
+    nested = found(lambda m, h, b: outputs(m(b["x"] / 1.5)), lambda o, b: fit(both(o), b))
+    assert all(torch.allclose(nested[n], flat[n], rtol=1e-10) for n in flat)
+
+
+@pytest.mark.parametrize("curvature", [br.GaussNewton, br.KFAC])
+def test_a_loss_of_outputs_that_reads_weights_is_refused(curvature):
+    problem, b = of_losses(pure, pure), dicts()
+    body, head = problem.model[:2], problem.model[2]
+    parts = (
+        lambda m, h, b: body(b["x"] / 1.5),
+        lambda o, b: F.mse_loss(head(o), b["y"]),
+        problem.hyper,
+    )
+    with pytest.raises(br.Error, match=r"through the outputs.*2\.weight"):
+        br.hypergradient(problem, b, b, br.Implicit(br.Exact(damping=0.1), curvature(*parts)))
+
+
+@pytest.mark.parametrize(
+    ("penalty", "right"),
+    [
+        (lambda w: (w.abs() ** 2).sum(), False),
+        (lambda w: w.norm() ** 2, False),
+        (lambda w: w.square().sum(), True),
+        (lambda w: w.abs().pow(3).sum(), True),
+        (lambda w: w.abs().sum(), True),
+    ],
+    ids=["abs squared", "norm squared", "square", "cube", "lasso"],
+)
+def test_the_square_of_an_absolute_value_at_zero(penalty, right):
+    """Torch's second derivative of it is 0 there instead of 2."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    nn.init.zeros_(model.bias)
+    hyper = nn.ParameterDict({"log": nn.Parameter(torch.tensor(-1.0).double())})
+
+    def fit(m, h, b):
+        return F.mse_loss(m(b["x"]), b["y"][:, :2])
+
+    problem = br.Problem(
+        model, hyper, lambda m, h, b: fit(m, h, b) + h["log"].exp() * sum(map(penalty, m.parameters())), fit
+    )
+    method = br.Implicit(br.Exact(damping=0.1))
+    if right:
+        br.hypergradient(problem, dicts(), dicts(), method)
+        return
+    with pytest.raises(br.Error, match=r"exactly zero.*x\.square\(\)"):
+        br.hypergradient(problem, dicts(), dicts(), method)
+    nn.init.constant_(model.bias, 0.1)
+    br.hypergradient(problem, dicts(), dicts(), method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_divided_by_their_counts_are_refused(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(9, 1)).double()
+
+    def fit(m, h, b):
+        return m(b).square().mean()
+
+    decay = WeightDecay(model, initial=0.3)
+    problem = br.Problem(model, decay, lambda m, h, b: fit(m, h, b) + h(m), fit)
+    b = torch.randint(4, (8, 3))
+    with pytest.raises(br.Error, match="scale_grad_by_freq"):
+        br.hypergradient(problem, b, b, METHODS[method]())

@@ -34,7 +34,7 @@ class GaussNewton(Curvature):
     costs one Hessian product more.
 
     Args:
-        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors. If the loss
+        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors, also nested. If the loss
             weighs its terms by hyperparameters, return these as outputs too.
         loss: (outputs, batch) -> scalar, which may depend on the weights only through the outputs. If it has a
             method ``output_hessian(outputs, batch)`` that returns the map u ↦ H u, as `losses.CrossEntropy` has,
@@ -42,7 +42,8 @@ class GaussNewton(Curvature):
         rest: (model, hyper, batch) -> scalar, the term that train_loss adds to the loss of the outputs.
 
     Raises:
-        EvaluationError: on a problem's first call, loss(predict) + rest differs from train_loss.
+        EvaluationError: on a problem's first call, loss(predict) + rest differs from train_loss; or the loss reads
+            weights past the outputs.
         SecondDerivativeError: an operation of the training loss has no second derivative.
 
     Reference: Schraudolph (2002); Martens (2010).

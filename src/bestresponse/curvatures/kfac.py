@@ -98,7 +98,7 @@ class KFAC(Curvature):
         problem = passes.problem
         total: Factors | None = None
         for number, (piece, weight) in enumerate(weighted(batch)):
-            with passes.numbered(number), passes.unmoved("KFAC.predict"), _captured(problem) as calls:
+            with passes.numbered(number), passes.unmoved("KFAC.predict", batch), _captured(problem) as calls:
                 passes.replay()
                 outputs = self.predict(problem.model, problem.hyper, piece)
             factors = Factors(problem, calls, self, outputs, with_graph(outputs, "KFAC"), piece)

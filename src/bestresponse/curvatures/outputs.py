@@ -15,16 +15,30 @@ _DENSE = 2**26
 
 
 def listed(outputs: Any, owner: str = "a curvature") -> list[Any]:
-    """The outputs of predict as a list; raises if they are neither a tensor nor a collection of tensors."""
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-    if not isinstance(values, Sequence) or not any(isinstance(x, Tensor) for x in values):
+    """The outputs of predict as a list, also from nested collections; raises if there is no tensor among them."""
+    values = list(_leaves(outputs))
+    if not any(isinstance(x, Tensor) for x in values):
         raise EvaluationError(
             f"{owner}.predict must return a tensor, or a tuple, list or dict of tensors; got "
             f"{type(outputs).__name__}."
         )
-    return list(values)
+    return values
+
+
+def _inside(outputs: Any) -> list[Any] | None:
+    """The parts of a collection; None for anything else."""
+    if isinstance(outputs, Mapping):
+        return list(outputs.values())
+    return list(outputs) if isinstance(outputs, Sequence) and not isinstance(outputs, str | bytes) else None
+
+
+def _leaves(outputs: Any) -> Iterator[Any]:
+    parts = _inside(outputs)
+    if parts is None:
+        yield outputs
+    else:
+        for part in parts:
+            yield from _leaves(part)
 
 
 def with_graph(outputs: Any, owner: str) -> list[Tensor]:
@@ -45,10 +59,16 @@ def depends(output: Any) -> bool:
 
 def refilled(outputs: Any, tensors: Iterable[Tensor]) -> Any:
     """The same structure with other tensors where there is a derivative."""
-    following = iter(tensors)
-    values = [next(following) if depends(x) else x for x in listed(outputs)]
-    if isinstance(outputs, Tensor):
-        return values[0]
+    return _refilled(outputs, iter(tensors))
+
+
+def _refilled(outputs: Any, following: Iterator[Tensor]) -> Any:
+    parts = _inside(outputs)
+    if parts is None:
+        return next(following) if depends(outputs) else outputs
+    values = [_refilled(part, following) for part in parts]
+    if all(a is b for a, b in zip(values, parts, strict=True)):
+        return outputs
     if isinstance(outputs, Mapping):
         other: Any = copy(outputs)
         for key, value in zip(outputs, values, strict=True):

@@ -1,7 +1,7 @@
 """The common part of curvatures of a training loss that is a loss of outputs plus a rest."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .._tree import Tree
-from ..errors import ArgumentTypeError, EvaluationError, require_parameters
+from ..errors import ArgumentTypeError, EvaluationError, named, require_parameters
 from ..hyperparameters.protocol import (
     KnownCurvature,
     diagonal_of,
@@ -24,6 +24,7 @@ from . import kinks
 from .base import Linearisation, reached_weights
 from .outputs import refilled, with_graph
 from .power_iteration import warn_of_power_iterations
+from .squares_at_zero import refuse_squares_at_zero
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
@@ -81,12 +82,13 @@ class SplitLinearisation(Linearisation):
         if curvature.rest is None:
             self.detail = "rest by difference: each product costs one Hessian product more; give rest"
         passes.replay()
-        with passes.unmoved(f"{self._owner}.predict, .loss or .rest"):
+        with passes.unmoved(f"{self._owner}.predict, .loss or .rest", batch):
             outputs = self.predict(curvature, passes, batch)
             # A copy of a parameter that is itself an output ends the search for leaves besides the outputs.
             moving = [x.view_as(x) if x.is_leaf else x for x in with_graph(outputs, self._owner)]
             outputs = refilled(outputs, moving)
             fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
+            self._refuse_other_paths(passes.problem.weights, fitted, moving)
             rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
         whole = problem.group.joined(fitted + rest)
         refuse_not_finite("train_loss", whole)
@@ -94,6 +96,7 @@ class SplitLinearisation(Linearisation):
         self.reached = graph.leaves(whole)
         self.names = reached_weights(problem, self.reached)
         graph.inspect_loss(whole)
+        refuse_squares_at_zero(whole)
         self.kinks = kinks.of_loss(problem, whole)
         warn_of_power_iterations(problem)
         self.weights = [problem.weights[n] for n in self.names]
@@ -102,6 +105,18 @@ class SplitLinearisation(Linearisation):
         self._rest_loss = rest
         self._rest = self._gradient(rest) if self._rest_diagonal is None else {}
         self._fitted = self._gradient(fitted) if self.needs_graph(fitted) else {}
+
+    def _refuse_other_paths(
+        self, weights: Mapping[str, Tensor], fitted: Tensor, moving: list[Tensor]
+    ) -> None:
+        """Raise if the loss of the outputs reads weights past the outputs, whose curvature would be left out."""
+        past = graph.leaves(fitted, until=moving)
+        if read := [n for n, w in weights.items() if id(w) in past]:
+            raise EvaluationError(
+                f"{self._owner}.loss must depend on the weights through the outputs of predict alone; it also reads "
+                f"{named(read)}, whose curvature would be left out. Let predict return what the loss needs, as tensors "
+                "in tuples, lists or dicts; put a penalty of weights into rest."
+            )
 
     def predict(self, curvature: Split, passes: Passes, batch: Any) -> Any:
         """The outputs."""

@@ -34,6 +34,10 @@ _WAYS_OUT = (
         "selective checkpoint",
         "checkpoint without context_fn (use_reentrant=False), or use Implicit(curvature=FiniteDifference())",
     ),
+    (
+        "scale_grad_by_freq",
+        "make the embedding with scale_grad_by_freq=False, and scale its learning rate instead",
+    ),
     ("checkpoint", "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"),
     (
         "torch.compile",
@@ -109,20 +113,26 @@ def is_kinked(node: Any) -> bool:
 
 
 def refuse_reentrant(loss: Tensor) -> None:
-    """Raise if autograd.grad cannot see a part of a loss at all."""
+    """Raise if autograd.grad cannot see a part of a loss at all, or gives something else than its gradient."""
     for node in nodes([loss]):
-        _refuse_checkpoint(node)
+        _refuse_first(node)
 
 
-def _refuse_checkpoint(node: Any) -> None:
+def _refuse_first(node: Any) -> None:
+    """Raise if the first derivative of a node is hidden, or is not that of its value."""
     if node.name() == "CheckpointFunctionBackward":
         raise second_derivative_error("re-entrant checkpoint", "its inside is hidden from autograd.grad")
+    if node.name().startswith("Embedding") and getattr(node, "_saved_scale_grad_by_freq", False):
+        raise second_derivative_error(
+            "scale_grad_by_freq",
+            "it divides the gradient of a row by its count in the batch, so it is no gradient",
+        )
 
 
 def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
     """Raise if the first derivative of a training loss cannot be differentiated."""
     for node in nodes([loss], until):
-        _refuse_checkpoint(node)
+        _refuse_first(node)
         if node.name().startswith("WeightNormInterface"):
             raise second_derivative_error("weight_norm", "torch's second derivative of it is wrong")
         if node.name() == "EmbeddingBackward0" and node._saved_sparse:

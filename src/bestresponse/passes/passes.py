@@ -15,6 +15,7 @@ from .._tree import Tree
 from ..batches import weighted
 from ..errors import SecondDerivativeError, named
 from . import random_state
+from .batch_edits import batch_kept
 from .checked_loss import checked_loss, refuse_not_finite
 from .embedding import dense_embeddings, has_max_norm
 from .foreign_parameters import foreign_parameters, warn_of_foreign_parameters
@@ -137,10 +138,11 @@ class Passes(Generic[P]):
             self._validating = False
 
     @contextmanager
-    def unmoved(self, name: str, weights: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """A context for running a loss, or a part of it; raises if that edits weights or hyperparameters."""
+    def unmoved(self, name: str, batch: Any, weights: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """A context for running a loss, or a part of it; raises if that edits weights, hyperparameters or the batch."""
         problem = self.problem
         with (
+            batch_kept(name, batch),
             problem.edits.over(name, {**self._fixed, **(weights or {})}),
             problem.group.reading(self._training),
         ):
@@ -191,7 +193,7 @@ class Passes(Generic[P]):
         self._refuse_filled()
         self.replay()
         problem, function = self.problem, getattr(self.problem, name)
-        with self.unmoved(name, weights):
+        with self.unmoved(name, batch, weights):
             if weights is None:
                 loss = function(problem.model, problem.hyper, batch)
             else:
