@@ -34,8 +34,8 @@ class GaussNewton(Curvature):
     costs one Hessian product more.
 
     Args:
-        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors, also nested. If the loss
-            weighs its terms by hyperparameters, return these as outputs too.
+        predict: (model, hyper, batch) -> outputs, a tensor or a tuple, list or dict of tensors, also nested. If the
+            loss weighs its terms by hyperparameters, return these as outputs too.
         loss: (outputs, batch) -> scalar, which may depend on the weights only through the outputs. If it has a
             method ``output_hessian(outputs, batch)`` that returns the map u ↦ H u, as `losses.CrossEntropy` has,
             that is used; otherwise autograd computes H.
