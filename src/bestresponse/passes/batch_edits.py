@@ -16,12 +16,12 @@ def batch_kept(name: str, batch: Any) -> Iterator[None]:
 
     It looks into lists, tuples, dicts and dataclasses.
     """
-    versions: list[tuple[str, Tensor, int]] = []
+    versions: list[tuple[Tensor, int]] = []
     contents: list[tuple[Any, Any]] = []
-    for place, x in _parts("batch", batch, set()):
+    for x in _parts(batch, set()):
         if isinstance(x, Tensor):
             if not x.is_inference():
-                versions.append((place, x, x._version))
+                versions.append((x, x._version))
         else:
             contents.append((x, x.copy()))
     try:
@@ -29,34 +29,53 @@ def batch_kept(name: str, batch: Any) -> Iterator[None]:
     finally:
         for x, content in contents:
             _put_back(x, content)
-    if edited := [place for place, x, version in versions if x._version != version]:
+    if edited := {id(x) for x, version in versions if x._version != version}:
         raise EvaluationError(
-            f"{name} must leave its batch as it is; it changed {named(edited)} in place (div_, sub_, copy_ and the "
-            "like). A hypergradient runs the losses several times on one batch, so the changes would add up. Write "
-            "x = x / s for x.div_(s), or take a clone() first."
+            f"{name} must leave its batch as it is; it changed {named(_places(batch, edited))} in place (div_, sub_, "
+            "copy_ and the like). A hypergradient runs the losses several times on one batch, so the changes would add "
+            "up. Write x = x / s for x.div_(s), or take a clone() first."
         )
 
 
-def _parts(place: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """The tensors, lists and dicts in a batch, each with its place, once."""
+def _parts(x: Any, seen: set[int]) -> Iterator[Any]:
+    """The tensors, lists and dicts in a batch, once."""
     if id(x) in seen:
         return
     seen.add(id(x))
-    if isinstance(x, Tensor):
-        yield place, x
-        return
-    if type(x) in (list, dict):
-        yield place, x
+    if isinstance(x, Tensor) or type(x) in (list, dict):
+        yield x
+    for _, value in _inside(x):
+        yield from _parts(value, seen)
+
+
+def _inside(x: Any) -> list[tuple[str, Any]]:
+    """The tensors and collections in a collection, each with what one writes after its name."""
     if isinstance(x, dict):
-        inside = [(f"{place}[{key!r}]", value) for key, value in x.items()]
-    elif isinstance(x, list | tuple):
-        inside = [(f"{place}[{number}]", value) for number, value in enumerate(x)]
-    elif is_dataclass(x) and not isinstance(x, type):
-        inside = [(f"{place}.{f.name}", getattr(x, f.name, None)) for f in fields(x)]
-    else:
-        return
-    for there, value in inside:
-        yield from _parts(there, value, seen)
+        return [(f"[{key!r}]", value) for key, value in x.items() if _counts(value)]
+    if isinstance(x, list | tuple):
+        return [(f"[{number}]", value) for number, value in enumerate(x) if _counts(value)]
+    if is_dataclass(x) and not isinstance(x, type):
+        return [(f".{f.name}", v) for f in fields(x) if _counts(v := getattr(x, f.name, None))]
+    return []
+
+
+def _counts(x: Any) -> bool:
+    if type(x) in (int, float, str, bool):  # of which a batch may have very many
+        return False
+    return isinstance(x, Tensor | dict | list | tuple) or is_dataclass(x)
+
+
+def _places(batch: Any, wanted: set[int]) -> list[str]:
+    """Where the tensors with these identities are in a batch."""
+    found, pending, seen = [], [("batch", batch)], set()
+    while pending:
+        place, x = pending.pop()
+        if id(x) in wanted and id(x) not in seen:
+            found.append(place)
+        if id(x) not in seen:
+            seen.add(id(x))
+            pending += [(place + after, value) for after, value in reversed(_inside(x))]
+    return found
 
 
 def _put_back(x: Any, content: Any) -> None:
