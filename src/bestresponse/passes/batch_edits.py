@@ -1,5 +1,6 @@
-"""Checks that a pass leaves its batch as it is, since a hypergradient runs the losses several times on one batch."""
+"""Checks that all passes on one batch see the same data, since a hypergradient runs the losses several times on it."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -8,13 +9,30 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import EvaluationError, named
+from .module_state import sum_of_bits
+
+
+class EditedTensors:
+    """The tensors of batches that passes edited in place, with sums of their bits after the last edit."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def differ(self, x: Tensor) -> bool:
+        """Note an edit; whether the one before left other values, so that the edits add up."""
+        bits = sum_of_bits(x)
+        before = self._known.get(id(x))
+        self._known = {key: pair for key, pair in self._known.items() if pair[0]() is not None}
+        self._known[id(x)] = weakref.ref(x), bits
+        return before is not None and before[0]() is x and before[1] != bits
 
 
 @contextmanager
-def batch_kept(name: str, batch: Any) -> Iterator[None]:
-    """Put the lists and dicts of a batch back as they were, and raise if the pass edited a tensor in place.
+def batch_kept(name: str, batch: Any, known: EditedTensors) -> Iterator[None]:
+    """Put the lists and dicts of a batch back as they were, and raise if the edits of its tensors in place add up.
 
-    It looks into lists, tuples, dicts and dataclasses.
+    An edit that changes nothing when it is repeated, such as ``labels[labels == 0] = -100``, is harmless. It looks into
+    lists, tuples, dicts and dataclasses.
     """
     versions: list[tuple[Tensor, int]] = []
     contents: list[tuple[Any, Any]] = []
@@ -29,11 +47,11 @@ def batch_kept(name: str, batch: Any) -> Iterator[None]:
     finally:
         for x, content in contents:
             _put_back(x, content)
-    if edited := {id(x) for x, version in versions if x._version != version}:
+    if edited := {id(x) for x, version in versions if x._version != version and known.differ(x)}:
         raise EvaluationError(
             f"{name} must leave its batch as it is; it changed {named(_places(batch, edited))} in place (div_, sub_, "
-            "copy_ and the like). A hypergradient runs the losses several times on one batch, so the changes would add "
-            "up. Write x = x / s for x.div_(s), or take a clone() first."
+            "copy_ and the like), and again in another pass. A hypergradient runs the losses several times on a batch, so "
+            "the changes add up. Write x = x / s for x.div_(s), or take a clone() first."
         )
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from ..errors import EvaluationError, named
+from .batch_edits import EditedTensors
 from .module_state import put_back, same_bits, sum_of_bits
 
 
@@ -19,11 +20,13 @@ class Edits:
         first: whether the first hypergradient runs now.
         done: whether the first hypergradient is complete.
         silent: identities of other tensors that change without a new version.
+        of_batches: the edits of batches.
     """
 
     def __init__(self) -> None:
         self.first = self.done = False
         self.silent: set[int] = set()
+        self.of_batches = EditedTensors()
         self._edited: set[str] = set()
 
     @contextmanager

@@ -139,10 +139,10 @@ class Passes(Generic[P]):
 
     @contextmanager
     def unmoved(self, name: str, batch: Any, weights: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """A context for running a loss, or a part of it; raises if that edits weights, hyperparameters or the batch."""
+        """A context for running a loss, or a part; raises if that edits weights, hyperparameters, or a batch again."""
         problem = self.problem
         with (
-            batch_kept(name, batch),
+            batch_kept(name, batch, problem.edits.of_batches),
             problem.edits.over(name, {**self._fixed, **(weights or {})}),
             problem.group.reading(self._training),
         ):
