@@ -330,7 +330,7 @@ SMOOTH = {
     "abs of other weights": lambda m, b: m.A.abs().sum() + m.B.square().sum() + m.bias.square().sum(),
     "abs of outputs": lambda m, b: m(b[0]).abs().mean() + m.B.square().sum() + m.bias.square().sum(),
     "abs of activations": lambda m, b: F.relu(b[0] @ m.A.T).abs().mean() + m.B.square().sum(),
-    "powers of abs": lambda m, b: m.B.abs().pow(3).sum() + m.A.square().sum() + m.bias.abs().square().sum(),
+    "powers of abs": lambda m, b: m.B.abs().pow(3).sum() + m.A.square().sum() + m.bias.square().sum(),
     "products": lambda m, b: (m.B @ m.A).abs().mean() + sum(w.square().sum() for w in m.parameters()),
     "normalised": lambda m, b: F.normalize(m.B, dim=1).sum() + m.A.square().sum() + m.bias.square().sum(),
     "a weak penalty": lambda m, b: 1e-3 * m.B.abs().sum() + m.A.square().sum() + 1e-3 * m.bias.abs().sum(),

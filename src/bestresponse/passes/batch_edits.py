@@ -50,8 +50,8 @@ def batch_kept(name: str, batch: Any, known: EditedTensors) -> Iterator[None]:
     if edited := {id(x) for x, version in versions if x._version != version and known.differ(x)}:
         raise EvaluationError(
             f"{name} must leave its batch as it is; it changed {named(_places(batch, edited))} in place (div_, sub_, "
-            "copy_ and the like), and again in another pass. A hypergradient runs the losses several times on a batch, so "
-            "the changes add up. Write x = x / s for x.div_(s), or take a clone() first."
+            "copy_ and the like), and again in another pass. A hypergradient runs the losses several times on a batch, "
+            "so the changes add up. Write x = x / s for x.div_(s), or take a clone() first."
         )
 
 
