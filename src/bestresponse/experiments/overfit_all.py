@@ -79,4 +79,4 @@ class OverfitAll(Repeated):
                 panel = axes[self.data.index(row["data"]), self.model.index(row["model"])]
                 draw_errors(panel, runs.read_rows(folder / row["folder"]), f"{row['model']}, {row['data']}")
                 panel.label_outer()
-            axes[0, 0].legend(fontsize=8)
+            axes[0, -1].legend(fontsize=8)
