@@ -19,7 +19,6 @@ from .base import Curvature, Linearisation, reached_weights
 from .by_products import shares_its_pass
 from .outputs import filled
 from .power_iteration import warn_of_power_iterations
-from .squares_at_zero import refuse_squares_at_zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,6 @@ class _DoubleBackward(Linearisation):
         self._weights = [passes.problem.weights[n] for n in self.names]
         self._hyperparameters = passes.problem.hyperparameters
         graph.inspect_loss(loss)
-        refuse_squares_at_zero(loss)
         self.kinks = kinks.of_loss(passes.problem, loss)
         warn_of_power_iterations(passes.problem)
         gradient = torch.autograd.grad(loss, self._weights, create_graph=True)

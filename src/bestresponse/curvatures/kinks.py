@@ -22,6 +22,7 @@ from .._tree import Tree
 from ..hyperparameters.orthant import fitting, joint_rates
 from ..passes import graph
 from ..problem import Problem
+from .squares_at_zero import refuse_squares, zeros_of
 
 # Functions that move each entry of their arguments to one other place.
 _VIEWS = (
@@ -101,19 +102,26 @@ def mean(parts: Iterable[tuple[Kinks, float]]) -> Kinks:
 def of_loss(problem: Problem, loss: Tensor) -> Kinks:
     """The kinks of a training loss where weights lie, from its graph, which is kept.
 
-    If there are any, this costs one gradient. It warns if a combination of weights lies on a kink.
+    If there are any, this costs one gradient. It warns if a combination of weights lies on a kink, and raises where
+    autograd loses the curvature of a smooth function of an absolute value.
     """
-    found = [kink for node in graph.nodes([loss]) if (kink := _kink(problem, node)) is not None]
-    if not found:
+    nodes = list(graph.nodes([loss]))
+    found = [kink for node in nodes if (kink := _kink(problem, node)) is not None]
+    zeros = [(node, zero) for node in nodes if (zero := zeros_of(node)) is not None]
+    if not (found or zeros):
         return Kinks()
     names = sorted({name for kink in found for name in kink.names})
     weights = [problem.weights[n] for n in names]
-    inputs: list[Any] = [*weights, *(GradientEdge(kink.node, 0) for kink in found)]
-    slopes = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+    edges: list[Any] = [
+        GradientEdge(n, 0) for n in (*(kink.node for kink in found), *(node for node, _ in zeros))
+    ]
+    slopes = torch.autograd.grad(loss, [*weights, *edges], retain_graph=True, allow_unused=True)
+    last = len(slopes) - len(zeros)
+    refuse_squares(loss, zeros, slopes[last:])
     kinks = Kinks(rates={n: torch.zeros_like(w) for n, w in zip(names, weights, strict=True)})
     for name, w, g in zip(names, weights, slopes, strict=False):
         kinks.gradient[name] = torch.zeros_like(w) if g is None else _tree.dense(g)
-    for kink, slope in zip(found, slopes[len(names) :], strict=True):
+    for kink, slope in zip(found, slopes[len(names) : last], strict=True):
         if slope is None:
             continue
         rates = {n: x.abs() for n, x in kink.pulled(problem, slope.clamp(min=0)).items()}

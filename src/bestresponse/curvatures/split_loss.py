@@ -24,7 +24,6 @@ from . import kinks
 from .base import Linearisation, reached_weights
 from .outputs import refilled, with_graph
 from .power_iteration import warn_of_power_iterations
-from .squares_at_zero import refuse_squares_at_zero
 
 Predict = Callable[[Any, Any, Any], Any]
 OutputLoss = Callable[[Any, Any], Tensor]
@@ -96,7 +95,6 @@ class SplitLinearisation(Linearisation):
         self.reached = graph.leaves(whole)
         self.names = reached_weights(problem, self.reached)
         graph.inspect_loss(whole)
-        refuse_squares_at_zero(whole)
         self.kinks = kinks.of_loss(problem, whole)
         warn_of_power_iterations(problem)
         self.weights = [problem.weights[n] for n in self.names]
