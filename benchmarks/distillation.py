@@ -1,8 +1,9 @@
 """How much accuracy it costs that distilled images look like their class.
 
 Each setting is a run of `bestresponse reproduce distill` on MNIST. The first one leaves the pixels free. The others
-keep them within the range of the data, start at the class means, and pull them back there with a growing weight. Two
-networks that were trained on the original images read the distilled ones.
+keep them within the range of the data. Some start at the class means and pull the images back there, with a growing
+weight; some pull them to means of the original images whose weights are tuned as well, and add the loss of four
+networks that read them. Two further networks that were trained on the original images read the distilled ones.
 
     python benchmarks/distillation.py --threads 1        # half an hour of a core
 
@@ -26,10 +27,13 @@ from bestresponse import cli
 from bestresponse._layout import table
 from bestresponse.experiments.runs import versions, write_whole
 
-WITHIN = "--within-range --start means --closeness"
+FREE = "--pixel-rate 0.03 --start noise --closeness 0 --smoothness 2"
+MEANS = "--pixel-rate 0.03 --start means --within-range --closeness"
+MIXTURES = "--start mixtures --within-range --pixel-rate 0.3 --penalty 1e-3 --closeness 0.5 --readability"
 SETTINGS = {
-    "free": "--start noise --closeness 0 --smoothness 2",
-    **{f"within range, closeness {c}": f"{WITHIN} {c}" for c in ("0.25", "1", "4", "16")},
+    "free": FREE,
+    **{f"class means, closeness {c}": f"{MEANS} {c}" for c in ("0.25", "1", "4")},
+    **{f"mixtures, readability {r}": f"{MIXTURES} {r}" for r in ("0.05", "0.5")},
 }
 
 
@@ -75,7 +79,7 @@ def main() -> None:
         if (folders[name] / "result.json").is_file():
             continue
         more = ["--data-dir", str(options.data_dir)] if options.data_dir else []
-        more += ["--steps", str(options.steps), "--pixel-rate", "0.03", "--threads", str(options.threads)]
+        more += ["--steps", str(options.steps), "--threads", str(options.threads)]
         cli.main(
             [
                 "reproduce",

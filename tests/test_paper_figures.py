@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from contextlib import redirect_stdout
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -29,6 +30,7 @@ from bestresponse.experiments import (
     runs,
     small_problems,
     softmax,
+    tuned_images,
 )
 
 
@@ -467,9 +469,11 @@ def test_distilled_digits_teach_a_new_classifier_from_their_files(tmp_path):
         pytest.param(("--per-class", 3, "--start", "noise", "--validation", 300), marks=pytest.mark.slow),
         ("--smoothness", 0.1, "--closeness", 0.1),
         ("--within-range", "--start", "black", "--pixel-rate", 0.5),
+        ("--start", "mixtures", "--per-class", 2, "--within-range", "--pixel-rate", 0.5, "--closeness", 0.5),
         pytest.param(("--within-range", "--start", "noise", "--readers"), marks=pytest.mark.slow),
+        pytest.param(("--start", "mixtures", "--readability", 0.1), marks=pytest.mark.slow),
     ],
-    ids=["soft", "rate", "both", "several", "penalties", "range", "readers"],
+    ids=["soft", "rate", "both", "several", "penalties", "range", "mixtures", "readers", "readability"],
 )
 @pytest.mark.filterwarnings("ignore:the linear solve ended")
 def test_options_of_distillation(options, tmp_path, monkeypatch):
@@ -515,23 +519,9 @@ def test_the_exact_solver_agrees_with_training_from_zero():
         assert torch.allclose(again, softmax.fit(x + 0.01, targets, 4, 0.03, steps=2000)[0], atol=1e-6)
 
 
-def test_hypergradients_of_distilled_data_equal_differences_of_solved_problems():
-    torch.manual_seed(0)
-    x, y = torch.randn(6, 8, dtype=torch.float64), torch.arange(6) % 3
-    val = torch.randn(20, 8, dtype=torch.float64), torch.randint(3, (20,))
-    data = br.hyperparameters.DistilledData(x, y, classes=3)
-    model, exact = nn.Linear(8, 3).double(), softmax.ExactSoftmax(0.05)
-
-    def train_loss(model, data, batch):
-        inputs, targets = data()
-        return F.cross_entropy(model(inputs), targets) + 0.025 * sum(
-            w.square().sum() for w in model.parameters()
-        )
-
-    def val_loss(model, data, batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    problem = br.Problem(model, data, train_loss, val_loss)
+def _equal_to_differences(problem, penalty, val):
+    """Compare the exact hypergradient with differences of the validation loss of classifiers solved anew."""
+    exact = softmax.ExactSoftmax(penalty)
     exact(problem, None)
     h = br.hypergradient(problem, None, val, br.Implicit(br.Exact()))
     # The solved gradient is below 1e-9, not zero: only a large step, of a formula of fourth order, is far from that.
@@ -543,9 +533,31 @@ def test_hypergradients_of_distilled_data_equal_differences_of_solved_problems()
             with torch.no_grad():
                 parameter.add_(shift * step * direction)
                 exact(problem, None)
-                difference += factor * val_loss(model, data, val).item() / (12 * step)
+                difference += (
+                    factor * problem.val_loss(problem.model, problem.hyper, val).item() / (12 * step)
+                )
                 parameter.copy_(kept)
         assert float((h.total[name] * direction).sum()) == pytest.approx(difference, rel=1e-3)
+
+
+def test_hypergradients_of_distilled_data_equal_differences_of_solved_problems():
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 8, dtype=torch.float64), torch.arange(6) % 3
+    val = torch.randn(20, 8, dtype=torch.float64), torch.randint(3, (20,))
+    data = br.hyperparameters.DistilledData(x, y, classes=3)
+    model = nn.Linear(8, 3).double()
+
+    def train_loss(model, data, batch):
+        inputs, targets = data()
+        return F.cross_entropy(model(inputs), targets) + 0.025 * sum(
+            w.square().sum() for w in model.parameters()
+        )
+
+    def val_loss(model, data, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    problem = br.Problem(model, data, train_loss, val_loss)
+    _equal_to_differences(problem, 0.05, val)
 
 
 def test_distilled_data_begins_as_it_is_told_and_refuses_what_does_not_fit():
@@ -586,6 +598,52 @@ def test_distilled_data_keeps_its_bounds():
     assert torch.equal(free()[0], x)
     with pytest.raises(br.Error, match="inputs must be within the bounds"):
         br.hyperparameters.DistilledData(x, y, bounds=(0.9, 1.0))
+
+
+def test_mixtures_are_means_of_the_images_of_their_class():
+    torch.manual_seed(0)
+    x, y = torch.rand(7, 2, 3, 3), torch.tensor([0, 1, 0, 1, 1, 0, 1])
+    labels = torch.tensor([0, 0, 1, 1])
+    mixtures = tuned_images.Mixtures(x, y, labels, seed=0)
+    assert [list(w.shape) for w in mixtures.logits] == [[2, 3], [2, 4]]
+    means = mixtures()
+    assert means.shape == (4, 2, 3, 3)
+    assert not torch.allclose(means[0], means[1])  # two images of a class begin apart
+    with torch.no_grad():
+        mixtures.logits[1].zero_()
+        mixtures.logits[0][0] = torch.tensor([-100.0, 0.0, -100.0])
+    assert torch.allclose(mixtures()[2], x[y == 1].mean(dim=0))
+    assert torch.allclose(mixtures()[0], x[2])
+    again = tuned_images.Mixtures(x, y, labels, seed=0)
+    again.load_state_dict(mixtures.state_dict())  # the images themselves are not saved
+    assert torch.equal(again(), mixtures())
+
+
+def test_images_with_mixtures_stay_within_their_limits():
+    torch.manual_seed(0)
+    x, y = torch.rand(6, 2, 3, 3), torch.arange(6) % 3
+    mixtures = tuned_images.Mixtures(x, y, torch.arange(3), seed=0)
+    differences = br.hyperparameters.DistilledData(torch.randn(3, 2, 3, 3), torch.arange(3))
+    limits = torch.zeros(2, 1, 1), torch.tensor([1.0, 0.5]).view(2, 1, 1)
+    tuned = tuned_images.TunedImages(differences, 0.1, mixtures=mixtures, limits=limits)
+    before = tuned()[0].detach().clone()
+    tuned.project_()
+    assert torch.allclose(tuned()[0], before.clamp(*limits), atol=1e-6)
+    assert not torch.allclose(tuned()[0], before)
+
+
+def test_hypergradients_of_mixtures_equal_differences_of_solved_problems():
+    torch.manual_seed(0)
+    bank, y = torch.randn(12, 1, 2, 4, dtype=torch.float64), torch.arange(12) % 3
+    val = torch.randn(20, 8, dtype=torch.float64), torch.randint(3, (20,))
+    differences = br.hyperparameters.DistilledData(0.1 * torch.randn(3, 1, 2, 4).double(), torch.arange(3))
+    mixtures = tuned_images.Mixtures(bank, y, torch.arange(3), seed=0)
+    tuned = tuned_images.TunedImages(differences, 0.05, mixtures=mixtures)
+    config = distill.Distill(closeness=0.3, readability=0.2, smoothness=0.1)
+    readers = [nn.Sequential(nn.Flatten(), nn.Linear(8, 3)).double().requires_grad_(False) for _ in range(2)]
+    val_loss = partial(config._val_loss, readers)
+    problem = br.Problem(nn.Linear(8, 3).double(), tuned, distill._train_loss, val_loss)
+    _equal_to_differences(problem, 0.05, val)
 
 
 @pytest.mark.slow

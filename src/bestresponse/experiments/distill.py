@@ -1,6 +1,5 @@
 """Distillation of a data set into one image for each class: the paper's section 5.3, figure 6."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,11 @@ import bestresponse as br
 
 from ..errors import ArgumentError
 from . import data, distilled_set, readers, runs, softmax
-from .classification import Batch, accuracy, set_to_zero, squared_norm
+from .classification import Batch, set_to_zero, squared_norm
 from .data import Images
 from .distilled_set import Recipe
 from .experiment import Count, NotNegative, Number, Positive, Repeated, Row, Tasks
+from .tuned_images import Mixtures, TunedImages, reading_loss
 
 _PENALTIES = {"digits": 0.01, "mnist": 0.01, "cifar10": 0.1, "cifar100": 0.1}
 _STRIP = 5
@@ -49,10 +49,13 @@ class Distill(Repeated):
     validation: Number = 0  # Labelled images of the training set in the validation loss; 0 means all of them.
     steps: Count = 150  # Hyper-steps.
     pixel_rate: Positive = 0.05
-    """Adam's learning rate for the pixels, in units of the data's deviation; it decays to zero along a cosine."""
+    """Adam's learning rate for the pixels, in units of the data's deviation; it decays to zero along a cosine. With
+    --start mixtures, also that of the logarithms of the weights."""
     penalty: NotNegative = 0.0  # The classifier's ℓ2 penalty; 0 means 0.01, and 0.1 for CIFAR.
     solver_steps: Count = 60  # Conjugate-gradient steps of each hypergradient, starting at the last solution.
-    start: Literal["means", "noise", "black"] = "means"  # The initial images: class means, noise, or black.
+    start: Literal["means", "mixtures", "noise", "black"] = "means"
+    """The initial images: class means, noise, or black. With mixtures, an image is the sum of a mean of its class's
+    original images, whose weights are tuned, and a tuned difference, which begins at zero."""
     within_range: bool = False
     """Keep each pixel within the range of the training set, so that an image can be saved as one."""
     readers: bool = False
@@ -60,8 +63,11 @@ class Distill(Repeated):
     smoothness: NotNegative = 0.0
     """The weight of the mean squared difference between neighbouring pixels in the validation loss."""
     closeness: NotNegative = 0.5
-    """The weight of the mean squared distance from the initial images in the validation loss. It keeps details that
-    the classifier does not need recognisable."""
+    """The weight of the mean squared distance from the initial images, or from the mixtures, in the validation loss. It
+    keeps details that the classifier does not need recognisable."""
+    readability: NotNegative = 0.0
+    """The weight of a loss in the validation loss: that of four networks, trained on the training set, that read the
+    images, as they are and shifted by a pixel. They are others than those of --readers."""
     soft_labels: bool = False  # Tune the labels too, as probabilities.
     learned_rate: bool = False
     """Train the classifier by --inner-steps steps of gradient descent from zero, and tune their learning rate too."""
@@ -87,15 +93,9 @@ class Distill(Repeated):
             x, y = images.draw(self.validation, seed=seed)[0]
         parts = (x, y), (images.x_test, images.y_test)
         val, test = ((x.flatten(1).to(device), y.to(device)) for x, y in parts)
-        inputs, labels = self._first_images(seed, images)
-        classes = images.classes if self.soft_labels else None
-        distilled = br.hyperparameters.DistilledData(inputs, labels, classes)
-        if self.within_range:
-            low, high = _range(images)
-            distilled = br.hyperparameters.DistilledData(
-                inputs.clamp(low, high), labels, classes, bounds=(low, high)
-            )
-        tuned = _Tuned(self, distilled).to(device)
+        tuned, labels = self._tuned(seed, images, x, y)
+        tuned = tuned.to(device)
+        networks = readers.others(images, seed, device) if self.readability else []
         model = nn.Linear(val[0].shape[1], images.classes, device=device, dtype=val[0].dtype)
         exact = softmax.ExactSoftmax(tuned.penalty)
         solver = br.ConjugateGradient(self.solver_steps)
@@ -108,9 +108,9 @@ class Distill(Repeated):
             value = tuned.test_accuracy(model, test)
             return {"test_accuracy": value, "inner_gradient_norm": exact.gradient_norm}
 
-        keep = _Snapshots(tuned, seed)
+        keep = _Snapshots(self, tuned, seed)
         tuner = br.Tuner(
-            br.Problem(model, tuned, _train_loss, _val_loss),
+            br.Problem(model, tuned, _train_loss, partial(self._val_loss, networks)),
             (lambda problem, _: set_to_zero(problem.model)) if self.learned_rate else exact,
             optimizer,
             method,
@@ -127,18 +127,45 @@ class Distill(Repeated):
         place = folder if seed == self.seed else folder / f"seed-{seed}"
         place.mkdir(exist_ok=True)
         save_file(keep.snapshots, place / "snapshots.safetensors")
-        distilled_set.save(place, tuned(), tuned.recipe(), self.data, images)
+        distilled_set.save(place, tuned.finished(), tuned.recipe(), self.data, images)
         w, gradient_norm = distilled_set.train_on(place)
         anew = softmax.accuracy(w, images.x_test, images.y_test)
         yield _row("distilled, trained anew", anew, gradient_norm)
         yield _row("distilled, as it ran along", tuned.test_accuracy(model, test))
         if self.readers:
-            for reader, accuracy_of, number in readers.read(images, tuned()[0].detach().cpu(), labels, seed):
+            for reader, accuracy_of, number in readers.read(images, tuned.finished()[0].cpu(), labels, seed):
                 yield {
                     "training set": f"all, for the reader {reader}",
                     "test accuracy": accuracy_of,
                     "read": number,
                 }
+
+    def _tuned(self, seed: int, images: Images, x: Tensor, y: Tensor) -> tuple[TunedImages, Tensor]:
+        """The hyperparameters, with mixtures of the images x, and the classes of the distilled images."""
+        inputs, labels = self._first_images(seed, images)
+        limits = _range(images) if self.within_range else None
+        mixtures = Mixtures(x, y, labels, seed) if self.start == "mixtures" else None
+        if mixtures is None and limits is not None:
+            inputs = inputs.clamp(*limits)
+        classes = images.classes if self.soft_labels else None
+        distilled = br.hyperparameters.DistilledData(inputs, labels, classes)
+        inner_steps = self.inner_steps if self.learned_rate else None
+        penalty = self.penalty or _PENALTIES[self.data]
+        return TunedImages(distilled, penalty, inner_steps, mixtures, limits), labels
+
+    def _val_loss(
+        self, networks: list[nn.Module], model: nn.Module, tuned: TunedImages, batch: Batch
+    ) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        x: Tensor = tuned()[0]
+        if self.smoothness:
+            rough = x.diff(dim=-1).square().mean() + x.diff(dim=-2).square().mean()
+            loss = loss + self.smoothness * rough
+        if self.closeness:
+            loss = loss + self.closeness * tuned.apart()
+        if self.readability:
+            loss = loss + self.readability * reading_loss(networks, x, tuned.distilled.labels)
+        return loss
 
     def _first_images(self, seed: int, images: Images) -> tuple[Tensor, Tensor]:
         """The initial images and their labels, class by class.
@@ -148,6 +175,8 @@ class Distill(Repeated):
         labels = torch.arange(images.classes).repeat_interleave(self.per_class)
         generator = torch.Generator().manual_seed(seed)
         size, dtype = (len(labels), *images.shape), images.x_train.dtype
+        if self.start == "mixtures":  # the differences from them
+            return torch.zeros(size, dtype=dtype), labels
         if self.start == "noise":
             return 0.1 * torch.randn(size, generator=generator, dtype=dtype), labels
         if self.start == "black":
@@ -208,70 +237,24 @@ def _row(name: str, accuracy: float, gradient_norm: float | None = None) -> Row:
     return {"training set": name, "test accuracy": accuracy, "gradient norm": gradient_norm}
 
 
-class _Tuned(nn.Module):
-    """The hyperparameters: distilled data, and with --learned-rate the learning rate of the training on them."""
-
-    first: Tensor
-
-    def __init__(self, config: Distill, distilled: br.hyperparameters.DistilledData) -> None:
-        super().__init__()
-        self.config, self.distilled = config, distilled
-        self.penalty = config.penalty or _PENALTIES[config.data]
-        self.log_rate = nn.Parameter(torch.tensor(math.log(0.1))) if config.learned_rate else None
-        self.register_buffer("first", distilled.inputs.detach().clone())
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        batch: tuple[Tensor, Tensor] = self.distilled()
-        return batch
-
-    def rate(self) -> Tensor:
-        """The tuned learning rate."""
-        assert self.log_rate is not None
-        return self.log_rate.exp()
-
-    def first_ten(self) -> Tensor:
-        """The images of the first ten classes."""
-        return self.distilled.inputs.detach()[: 10 * self.config.per_class].cpu().clone()
-
-    def recipe(self) -> Recipe:
-        """The recipe for training a classifier on the present data."""
-        if self.log_rate is None:
-            return Recipe(self.penalty)
-        return Recipe(self.penalty, self.config.inner_steps, self.rate().item())
-
-    def test_accuracy(self, model: nn.Module, test: Batch) -> float:
-        """The test accuracy of the present classifier; with a learned rate, of one trained from zero by the recipe."""
-        if self.log_rate is None:
-            return accuracy(model, test)
-        inputs, targets = (part.detach() for part in self())
-        w, _ = self.recipe().train(inputs, targets, int(model.get_parameter("bias").numel()))
-        return softmax.accuracy(w, *test)
-
-
 class _Snapshots:
     """A callback that keeps the images of the first ten classes at some steps, and adds the seed to the history."""
 
-    def __init__(self, tuned: _Tuned, seed: int) -> None:
-        self._tuned, self._seed, self.snapshots = tuned, seed, {"0": tuned.first_ten()}
+    def __init__(self, config: Distill, tuned: TunedImages, seed: int) -> None:
+        self._config, self._tuned, self._seed = config, tuned, seed
+        self.snapshots = {"0": self._first_ten()}
 
     def __call__(self, tuner: br.Tuner) -> None:
-        step, steps = tuner.hyper_step, self._tuned.config.steps
+        step, steps = tuner.hyper_step, self._config.steps
         tuner.history[-1]["seed"] = self._seed
         if step == steps or step % max(1, round(steps / _STRIP)) == 0:
-            self.snapshots[str(step)] = self._tuned.first_ten()
+            self.snapshots[str(step)] = self._first_ten()
+
+    def _first_ten(self) -> Tensor:
+        images: Tensor = self._tuned()[0].detach()[: 10 * self._config.per_class]
+        return images.cpu().clone()
 
 
-def _train_loss(model: nn.Module, tuned: _Tuned, batch: None) -> Tensor:
+def _train_loss(model: nn.Module, tuned: TunedImages, batch: None) -> Tensor:
     (inputs, targets), squares = tuned(), squared_norm(model)
     return F.cross_entropy(model(inputs.flatten(1)), targets) + tuned.penalty / 2 * squares
-
-
-def _val_loss(model: nn.Module, tuned: _Tuned, batch: Batch) -> Tensor:
-    loss, config = F.cross_entropy(model(batch[0]), batch[1]), tuned.config
-    x: Tensor = tuned()[0]
-    if config.smoothness:
-        rough = x.diff(dim=-1).square().mean() + x.diff(dim=-2).square().mean()
-        loss = loss + config.smoothness * rough
-    if config.closeness:
-        loss = loss + config.closeness * (x - tuned.first).square().mean()
-    return loss
