@@ -69,7 +69,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"))
     options = parser.parse_args()

@@ -1,5 +1,7 @@
 """Models and inputs that have led such libraries to wrong answers without a word."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -362,6 +364,25 @@ def test_lists_and_dicts_of_a_batch_are_put_back(method):
     assert list(b) == ["x", "y", "more"]
     assert torch.equal(b["x"], dicts()["x"])
     assert b["more"] == []
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [(itertools.cycle, "batch of type cycle"), (lambda x: {"rows": iter(x)}, "batch\\['rows'\\]")],
+)
+def test_a_batch_that_yields_other_data_in_each_pass_is_refused(wrap, place):
+    model = nn.Linear(3, 3)
+
+    def train_loss(model, decay, batch):
+        x, y = next(batch["rows"] if isinstance(batch, dict) else batch)
+        return F.mse_loss(model(x), y) + decay(model)
+
+    def val_loss(model, decay, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    problem = br.Problem(model, WeightDecay(model), train_loss, val_loss)
+    with pytest.raises(br.errors.ArgumentTypeError, match=place):
+        br.hypergradient(problem, wrap([batch(), batch()]), batch(), br.Implicit())
 
 
 # --- curvature that a split or autograd would lose ---------------------------------------------------------

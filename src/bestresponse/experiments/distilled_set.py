@@ -83,8 +83,9 @@ def draw(folder: Path, grid: Path, strip: Path) -> None:
     """Draw the images in a grid with their classes, and the history of those of the first ten classes."""
     if not (folder / "snapshots.safetensors").is_file():
         raise ArgumentError(f"{folder} must hold distilled images; it has none. Has the run finished?")
-    names = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))["classes"]
-    names = [name.replace("_", " ") for name in names]
+    description = json.loads((folder / "distilled.json").read_text(encoding="utf-8"))
+    names = [name.replace("_", " ") for name in description["classes"]]
+    black = -description["mean"][0] / description["deviation"][0]
     images = load_file(folder / "distilled.safetensors")["images"]
     per_class = len(images) // len(names)
     across = 10
@@ -93,7 +94,7 @@ def draw(folder: Path, grid: Path, strip: Path) -> None:
         for panel in axes.flat:
             panel.axis("off")
         for number, (panel, image) in enumerate(zip(axes.flat, images, strict=False)):
-            _show(panel, image)
+            _show(panel, image, black)
             panel.set_title(names[number // per_class], fontsize=8, pad=2)
     snapshots = sorted(load_file(folder / "snapshots.safetensors").items(), key=lambda item: int(item[0]))
     shown = min(across, len(names))
@@ -102,16 +103,22 @@ def draw(folder: Path, grid: Path, strip: Path) -> None:
             panel.set_title(name, fontsize=8, pad=2)
         for line, (step, snapshot) in zip(axes, snapshots, strict=True):
             for panel, image in zip(line, snapshot[::per_class], strict=True):
-                _show(panel, image)
+                _show(panel, image, black)
                 panel.set(xticks=[], yticks=[])
             line[0].set_ylabel(f"step {step}", fontsize=9)
 
 
-def _show(panel: Any, image: Tensor) -> None:
-    """Show an image [C, H, W] with its values scaled from black to white; zero is grey in a single channel."""
+def _show(panel: Any, image: Tensor, black: float) -> None:
+    """Show an image [C, H, W] with its values scaled from black to white.
+
+    In a single channel black is that of the original images; zero is grey where an image is darker than that.
+    """
     if image.shape[0] == 1:
         most = float(image.abs().max())
-        panel.imshow(image[0].numpy(), cmap="gray", vmin=-most, vmax=most)
+        low, high = -most, most
+        if float(image.min()) >= black - 1e-5:
+            low, high = black, float(image.max())
+        panel.imshow(image[0].numpy(), cmap="gray", vmin=low, vmax=high)
     else:
-        low, high = image.min(), image.max()
-        panel.imshow(((image - low) / (high - low)).permute(1, 2, 0).numpy())
+        least = image.min()
+        panel.imshow(((image - least) / (image.max() - least)).permute(1, 2, 0).numpy())

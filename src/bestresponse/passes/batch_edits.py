@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import EvaluationError, named
+from ..errors import ArgumentTypeError, EvaluationError, named
 from .module_state import sum_of_bits
 
 
@@ -33,10 +33,20 @@ def batch_kept(name: str, batch: Any, known: EditedTensors) -> Iterator[None]:
 
     An edit that changes nothing when it is repeated, such as ``labels[labels == 0] = -100``, is harmless. It looks into
     lists, tuples, dicts and dataclasses.
+
+    Raises:
+        ArgumentTypeError: the batch is or has an iterator.
+        EvaluationError: the edits of a tensor add up.
     """
     versions: list[tuple[Tensor, int]] = []
     contents: list[tuple[Any, Any]] = []
     for x in _parts(batch, set()):
+        if isinstance(x, Iterator):
+            raise ArgumentTypeError(
+                f"{name} needs a batch that each of several passes can read; got {named(_places(batch, {id(x)}))} of "
+                f"type {type(x).__name__}, which yields other data, or none, in the next pass. Give next(...) of it, "
+                "or a list."
+            )
         if isinstance(x, Tensor):
             if not x.is_inference():
                 versions.append((x, x._version))
@@ -56,11 +66,11 @@ def batch_kept(name: str, batch: Any, known: EditedTensors) -> Iterator[None]:
 
 
 def _parts(x: Any, seen: set[int]) -> Iterator[Any]:
-    """The tensors, lists and dicts in a batch, once."""
+    """The tensors, lists, dicts and iterators in a batch, once."""
     if id(x) in seen:
         return
     seen.add(id(x))
-    if isinstance(x, Tensor) or type(x) in (list, dict):
+    if isinstance(x, Tensor | Iterator) or type(x) in (list, dict):
         yield x
     for _, value in _inside(x):
         yield from _parts(value, seen)
@@ -80,7 +90,7 @@ def _inside(x: Any) -> list[tuple[str, Any]]:
 def _counts(x: Any) -> bool:
     if type(x) in (int, float, str, bool):  # of which a batch may have very many
         return False
-    return isinstance(x, Tensor | dict | list | tuple) or is_dataclass(x)
+    return isinstance(x, Tensor | dict | list | tuple | Iterator) or is_dataclass(x)
 
 
 def _places(batch: Any, wanted: set[int]) -> list[str]:
