@@ -27,13 +27,13 @@ from bestresponse import cli
 from bestresponse._layout import table
 from bestresponse.experiments.runs import versions, write_whole
 
-FREE = "--pixel-rate 0.03 --start noise --closeness 0 --smoothness 2"
-MEANS = "--pixel-rate 0.03 --start means --within-range --closeness"
-MIXTURES = "--start mixtures --within-range --pixel-rate 0.3 --penalty 1e-3 --closeness 0.5 --readability"
+FREE = "--steps 450 --pixel-rate 0.03 --start noise --closeness 0 --smoothness 2"
+MEANS = "--steps 450 --pixel-rate 0.03 --start means --within-range --closeness"
+MIXTURES = "--steps 800 --pixel-rate 0.3 --start mixtures --within-range --penalty 1e-3 --closeness 0.5 --readability"
 SETTINGS = {
     "free": FREE,
     **{f"class means, closeness {c}": f"{MEANS} {c}" for c in ("0.25", "1", "4")},
-    **{f"mixtures, readability {r}": f"{MIXTURES} {r}" for r in ("0.05", "0.5")},
+    **{f"mixtures, readability {r}": f"{MIXTURES} {r}" for r in ("0.1", "0.5")},
 }
 
 
@@ -69,7 +69,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"))
     options = parser.parse_args()
@@ -79,7 +78,7 @@ def main() -> None:
         if (folders[name] / "result.json").is_file():
             continue
         more = ["--data-dir", str(options.data_dir)] if options.data_dir else []
-        more += ["--steps", str(options.steps), "--threads", str(options.threads)]
+        more += ["--threads", str(options.threads)]
         cli.main(
             [
                 "reproduce",

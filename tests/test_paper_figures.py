@@ -207,6 +207,7 @@ def test_an_option_outranks_its_preset(tmp_path):
         ("methods", ("--classes", 11), "--classes must be between 2 and 10"),
         ("distill", ("--per-class", 500), "at most the images of a class"),
         ("distill", ("--validation", 5000), "the training set has 1198"),
+        ("distill", ("--validation", 5, "--start", "mixtures"), "needs an image of each class"),
         ("distill", ("--data", "cifar100", "--data-dir", "nowhere"), "CIFAR-100 needs the file"),
         ("inverse-error", ("--data", "boston", "--data-dir", "nowhere"), "boston_housing.csv"),
         ("inverse-error", ("--shown", 4), "--shown must be one of --inversion-steps"),

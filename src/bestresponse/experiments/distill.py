@@ -76,7 +76,10 @@ class Distill(Repeated):
     def tasks(self, device: torch.device, folder: Path) -> Tasks:
         images = data.load(self.data, self.data_dir)
         if self.validation:
-            images.draw(self.validation, seed=self.seed)  # raises if there are too few
+            for seed in self.all_seeds():
+                self._check(
+                    images, images.draw(self.validation, seed=seed)[0][1]
+                )  # raises if there are too few
         smallest, number = images.y_train.bincount(minlength=images.classes).min(dim=0)
         if smallest < self.per_class:
             raise ArgumentError(
@@ -85,6 +88,15 @@ class Distill(Repeated):
             )
         of_seeds = [partial(self._distil, seed, images, device, folder) for seed in self.all_seeds()]
         return [*of_seeds, partial(self._comparisons, images)]
+
+    def _check(self, images: Images, drawn: Tensor) -> None:
+        """Raise if mixtures lack images of a class among those drawn."""
+        counts = drawn.bincount(minlength=images.classes).tolist()
+        if self.start == "mixtures" and 0 in counts:
+            raise ArgumentError(
+                f"--start mixtures needs an image of each class; --validation {self.validation} draws none of "
+                f"{images.names[counts.index(0)]!r}. Raise it, or take --start means."
+            )
 
     def _distil(self, seed: int, images: Images, device: torch.device, folder: Path) -> Iterator[Row]:
         """Tune and save the images; the test accuracy of a new classifier, and of the tuner's own."""
@@ -143,15 +155,17 @@ class Distill(Repeated):
     def _tuned(self, seed: int, images: Images, x: Tensor, y: Tensor) -> tuple[TunedImages, Tensor]:
         """The hyperparameters, with mixtures of the images x, and the classes of the distilled images."""
         inputs, labels = self._first_images(seed, images)
-        limits = _range(images) if self.within_range else None
-        mixtures = Mixtures(x, y, labels, seed) if self.start == "mixtures" else None
-        if mixtures is None and limits is not None:
-            inputs = inputs.clamp(*limits)
         classes = images.classes if self.soft_labels else None
-        distilled = br.hyperparameters.DistilledData(inputs, labels, classes)
+        limits = _range(images) if self.within_range else None
         inner_steps = self.inner_steps if self.learned_rate else None
         penalty = self.penalty or _PENALTIES[self.data]
-        return TunedImages(distilled, penalty, inner_steps, mixtures, limits), labels
+        if self.start != "mixtures":
+            if limits is not None:
+                inputs = inputs.clamp(*limits)
+            distilled = br.hyperparameters.DistilledData(inputs, labels, classes, bounds=limits)
+            return TunedImages(distilled, penalty, inner_steps), labels
+        distilled = br.hyperparameters.DistilledData(inputs, labels, classes)
+        return TunedImages(distilled, penalty, inner_steps, Mixtures(x, y, labels, seed), limits), labels
 
     def _val_loss(
         self, networks: list[nn.Module], model: nn.Module, tuned: TunedImages, batch: Batch

@@ -51,7 +51,8 @@ class TunedImages(nn.Module):
         penalty: the factor of ½ ‖W‖² in the classifier's training loss.
         inner_steps: the number of steps of a training with a learned rate; None without one.
         mixtures: means of original images to which the tuned differences are added.
-        limits: the lowest and the highest value of each channel, [C, 1, 1]; None for no limits.
+        limits: the lowest and the highest value of each channel, [C, 1, 1], of images with mixtures; those of others
+            are the bounds of ``distilled``. None for no limits.
     """
 
     first: Tensor
