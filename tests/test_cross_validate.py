@@ -364,3 +364,96 @@ def test_wrong_data_are_named(data, folds, settings, message):
 def test_a_batch_of_all_rows_is_made_once():
     batches = FoldBatches(torch.arange(6), [torch.tensor([0, 1]), torch.tensor([2, 3])])
     assert next(iter(batches))[0] is next(iter(batches))[0]
+
+
+# --- what a minimum leaves behind -------------------------------------------------------------------------
+
+
+def shifted(n=20):
+    generator = torch.Generator().manual_seed(11)
+    x = 4.0 + torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+    return x, y + 0.2 * torch.randn(n, generator=generator, dtype=torch.float64)
+
+
+def normed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1)).double()
+    decay = br.hyperparameters.WeightDecay(model, per="global", exclude=["*bias"], initial=0.1)
+    return model, decay.double()
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_running_statistics_are_those_of_the_batches_at_the_minimum(pieces):
+    (x, y), (model, decay) = shifted(), normed()
+    problem = br.Problem(model, decay, penalised_squares, squared_error)
+    batch = (x, y) if pieces == 1 else br.Batches([(x[:10], y[:10]), (x[10:], y[10:])])
+    Minimise()(problem, batch)
+    parts = [x] if pieces == 1 else [x[:10], x[10:]]
+    means, variances = ([f(part) for part in parts] for f in (lambda a: a.mean(0), lambda a: a.var(0)))
+    assert torch.allclose(model[0].running_mean, sum(means) / pieces)
+    assert torch.allclose(model[0].running_var, sum(variances) / pieces)
+    assert model[0].momentum == 0.1
+    first = {n: b.clone() for n, b in model.named_buffers()}
+    Minimise()(problem, batch)  # no step is left; another call moves nothing
+    assert all(torch.allclose(b, first[n]) for n, b in model.named_buffers())
+
+
+def test_a_fold_with_batch_norm_has_the_loss_of_ridge_on_normalised_rows():
+    (x, y), (model, decay) = shifted(), normed()
+    found = br.cross_validate(model, decay, penalised_squares, squared_error, (x, y), 4, hyper_steps=1)
+    losses = []
+    for train, val in KFold(4).split(x):
+        mean, biased, unbiased = x[train].mean(0), x[train].var(0, correction=0), x[train].var(0)
+        z = (x[train] - mean) / (biased + 1e-5).sqrt()
+        ridge = Ridge(alpha=0.1 * len(train)).fit(z, y[train])
+        predicted = ridge.predict((x[val] - mean) / (unbiased + 1e-5).sqrt())
+        losses.append(mean_squared_error(y[val], predicted))
+    assert found.history[0]["val_loss"] == pytest.approx(np.mean(losses), rel=1e-8)
+    z = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+    ridge = Ridge(alpha=rate_of(decay) * len(x)).fit(z, y)
+    assert torch.allclose(model[1].weight[0], torch.from_numpy(ridge.coef_), atol=1e-6)
+    assert torch.allclose(model[0].running_mean, x.mean(0))
+
+
+@pytest.mark.parametrize(
+    "loss", [F.l1_loss, lambda a, b: F.relu(1.0 - a * b.sign()).mean()], ids=["l1", "hinge"]
+)
+def test_an_end_at_a_kink_is_told(loss):
+    (x, y), (model, decay) = shifted(), linear(2, 2, 0.01)
+
+    def kinked(model, hyper, batch):
+        return loss(model(batch[0])[:, 0], batch[1]) + hyper(model)
+
+    problem = br.Problem(model.double(), decay.double(), kinked, squared_error)
+    with pytest.warns(
+        br.BestResponseWarning, match="1 of 1 ended where the next step still promised to lower it"
+    ):
+        Minimise()(problem, (x, y))
+
+
+def test_an_end_after_too_few_steps_is_told():
+    torch.manual_seed(0)
+    x, y = shifted()
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    decay = br.hyperparameters.WeightDecay(model, per="global", initial=1e-2)
+    problem = br.Problem(model, decay, penalised_squares, squared_error)
+    with pytest.warns(br.BestResponseWarning, match="raise max_steps"):
+        Minimise(max_steps=3)(problem, (x, y))
+
+
+def test_steps_within_the_tolerance_are_told():
+    (x, y), (model, decay) = shifted(), linear(2, 2, 0.3)
+    data, before = (x, y), rate_of(decay)
+    with pytest.warns(br.BestResponseWarning, match="moved no hyperparameter by more than tolerance=0.01"):
+        found = br.cross_validate(
+            model.double(),
+            decay,
+            penalised_squares,
+            squared_error,
+            data,
+            4,
+            hyper_optimizer=lambda p: torch.optim.Adam(p, 0.01),
+        )
+    assert len(found.history) == 1
+    assert rate_of(found.hyper) == before

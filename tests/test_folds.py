@@ -545,3 +545,61 @@ def test_wrong_batches_are_named():
         each.losses(train)
     with pytest.raises(br.Error, match="folds must be"):
         br.Folds(problem.whole.model, problem.hyper, decayed, squared_error, 1)
+
+
+# --- each fold as it would be alone -----------------------------------------------------------------------
+
+
+def test_clipping_is_that_of_each_fold():
+    problem, train, val = network(trained=False)
+    copies = [copy.deepcopy(problem.model.get_submodule(f"fold{k}")) for k in range(3)]
+    step = br.Tuner(
+        problem,
+        torch.optim.SGD(problem.weights.values(), 0.1),
+        torch.optim.SGD(problem.hyper.parameters(), 0.0),
+        br.Implicit(br.Identity()),
+        clip_weights=0.05,
+        weight_steps=3,
+    )
+    step.fit([train], [val], 1)
+    for k, model in enumerate(copies):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            decayed(model, problem.hyper, train[k]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        own = dict(problem.model.get_submodule(f"fold{k}").named_parameters())
+        assert all(torch.allclose(w, own[n], atol=1e-6) for n, w in model.named_parameters())
+
+
+def of_weights(batched, **settings):
+    torch.manual_seed(0)
+    model, table = nn.Linear(3, 1), br.hyperparameters.Weights(12, "clamp", **settings)
+
+    def weighed(model, hyper, batch):
+        losses = (model(batch[0])[:, 0] - batch[1]).square()
+        return (hyper(batch[2]) * losses).mean() + 0.01 * model.weight.square().sum()
+
+    problem = br.Folds(model, table, weighed, squared_error, 3, batched=batched)
+    train = tuple((x, y, torch.arange(4) + 4 * k) for k, (x, y) in enumerate(batches((4, 4, 4))))
+    return problem, table, train, batches((5, 5, 5), seed=3)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_table_of_weights_is_the_same_batched_and_in_turn(batched):
+    problem, table, train, val = of_weights(batched, shrinkage=0.1)
+    with torch.no_grad():
+        table.table.fill_(2.0)
+    train = tuple((x[:1], y[:1], index[:1]) for x, y, index in train)
+    tuner = br.Tuner(
+        problem,
+        torch.optim.SGD(problem.weights.values(), 1e-3),
+        torch.optim.SparseAdam(table.parameters(), 1e-3),
+        br.Implicit(br.Exact()),
+    )
+    tuner.fit([train], [val], 1)
+    assert (table.table != 2.0).nonzero()[:, 0].tolist() == [0, 4, 8]
+    wrong = tuple((x, y, index - 1 - 4 * k) for k, (x, y, index) in enumerate(train))
+    with pytest.raises(br.Error, match="got -1"):
+        problem.losses(wrong)

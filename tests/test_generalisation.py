@@ -355,6 +355,17 @@ def test_a_run_stops_when_its_steps_are_noise():
         plain.fit(train, val, 1)
 
 
+def test_stopping_at_noise_passes_over_skipped_hyper_steps():
+    tuner, train, (batch,) = make(br.Halves(), callbacks=[callbacks.StopAtNoise(0.9, 3)], policy="skip")
+    x, y = batch
+    spoilt = torch.full_like(x, math.nan)
+    pairs = [Batches([(x, y), (-x, y)]), Batches([(spoilt, y), (spoilt, y)])]  # every second hyper-step fails
+    with pytest.warns(br.BestResponseWarning, match="skip"):
+        tuner.fit(train, pairs, 20)
+    assert not all(row["stepped"] for row in tuner.history)
+    assert "mean agreement" in tuner.stopped
+
+
 def test_halves_of_halves_are_refused():
     with pytest.raises(br.Error, match="for each half; got Halves"):
         br.Halves(br.Halves())

@@ -31,6 +31,11 @@ _NO_RESPONSE = (
     "where the penalty holds all weights at zero: start from a smaller penalty, WeightDecay(power=1, initial=...)."
 )
 
+_SHORT_STEPS = (
+    "the first step of hyper_optimizer moved no hyperparameter by more than tolerance={0:g}, so cross_validate stops "
+    "where it began. Raise the optimiser's learning rate, or pass a lower tolerance."
+)
+
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
 
@@ -110,7 +115,8 @@ def cross_validate(
             and else Adam at a rate of 0.05.
         method: how to compute the hypergradient. None means ``Implicit()`` with a torch optimiser. With `Minimise` it
             means ``Implicit(Exact())`` for up to 300 weights, and up to 200 steps of conjugate gradient for more.
-        hyper_steps: the largest number of hyper-steps.
+        hyper_steps: the largest number of hyper-steps. With `Minimise` the hyperparameters with the lowest measured
+            loss are kept; those after the last step are not measured.
         weight_steps: weight steps before each hyper-step.
         warmup_steps: weight steps before the first hyper-step.
         retrain_steps: the weight steps of the final training; None means as many as each fold made, or one call of
@@ -142,7 +148,7 @@ def cross_validate(
     _require_maker("weight_optimizer", weight_optimizer)
     _require_maker("hyper_optimizer", hyper_optimizer)
     problem = Folds(model, hyper, train_loss, val_loss, len(train.rows), val_mode, verify)
-    kept = _Kept(problem, tolerance, _PATIENCE if exact else math.inf)
+    kept = _Kept(problem, tolerance, _PATIENCE if exact else math.inf, hyper_optimizer is not None)
     weights = problem.weights.values()
     tuner = Tuner(
         problem,
@@ -173,10 +179,12 @@ class _Kept:
         problem: the folds.
         tolerance: the largest change of a hyperparameter that counts as none.
         patience: hyper-steps to wait for a lower loss; infinite for losses of mini-batches.
+        own_optimizer: whether the hyperparameters have an optimiser of the caller's, whose steps may be short.
     """
 
-    def __init__(self, problem: Folds, tolerance: float, patience: float) -> None:
+    def __init__(self, problem: Folds, tolerance: float, patience: float, own_optimizer: bool) -> None:
         self._problem, self._tolerance, self._patience = problem, tolerance, patience
+        self._own_optimizer = own_optimizer
         self._least, self._waited = math.inf, 0
         self.best = self._before = self._now()
 
@@ -193,6 +201,8 @@ class _Kept:
         if row["hypergradient_norm"] == 0.0:
             tuner.problem.warn_once("no response", _NO_RESPONSE)
         if row["stepped"] and moved <= self._tolerance:
+            if self._own_optimizer and len(tuner.history) == 1 and moved > 0.0:
+                tuner.problem.warn_once("short steps", _SHORT_STEPS.format(self._tolerance))
             tuner.stop(f"the hyperparameters moved by at most {self._tolerance:g}")
         elif self._waited >= self._patience:
             tuner.stop(f"the loss has not fallen in {self._waited} hyper-steps")

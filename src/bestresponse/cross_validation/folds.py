@@ -11,6 +11,7 @@ from .. import _tree
 from .._tree import Tree
 from ..batches import Batches, weighted
 from ..errors import ArgumentError, ArgumentTypeError, require_integer
+from ..hyperparameters import Weights
 from ..memory import MethodState
 from ..parts import Part
 from ..passes import random_state
@@ -101,7 +102,9 @@ class Folds(Problem):
             fold._warned, fold._verified = self._warned, self.folds[0]._verified
         # Whether a loss runs batched: known after its first two folds with equal shapes.
         own = {id(x) for x in model.buffers()} - {id(x) for x in hyper.buffers()}
-        static = batched and not own
+        # In a batched call, a table of weights can't check its indices, and its gradient is not sparse.
+        tables = any(isinstance(x, Weights) for x in (*model.modules(), *hyper.modules()))
+        static = batched and not own and not tables
         self._batched: dict[str, bool | None] = dict.fromkeys(self._losses, None if static else False)
 
     def __repr__(self) -> str:

@@ -1,5 +1,6 @@
 """Weights that minimise the training loss of each fold, for all folds side by side."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,12 @@ _TOGETHER = 3
 # Newton's steps treat curvatures below this share of the largest as zero.
 _FLAT = 1e-12
 
+_NOT_MINIMISED = (
+    "Minimise must end at a minimum of the training loss; {} of {} ended where the next step still promised to lower "
+    "it. The loss may have kinks besides those of an ℓ1 penalty (l1_loss, relu): take a torch optimiser there. Or it "
+    "needs more steps: raise max_steps. Hypergradients are right at a minimum only."
+)
+
 
 @dataclass(frozen=True)
 class Minimise:
@@ -29,10 +36,10 @@ class Minimise:
     With few weights the steps are Newton's, w ← w − H⁻¹ g with the dense Hessian H of each fold; with more they are
     those of limited-memory BFGS. On `Folds` each fold has its own directions, step sizes and end; one pass evaluates
     the losses of all. Under a penalty with a kink at zero, such as ``WeightDecay(power=1)``, steps stay within the
-    orthant, so that weights reach exactly zero.
+    orthant, so that weights reach exactly zero. In the end, running statistics of norms are those of the batches.
 
     The loss must be the same at each evaluation, without dropout or mini-batches, and needs weights of one dtype and
-    device.
+    device. A warning names weights that are no minimum, as at the kink of another loss.
 
     Args:
         max_steps: the largest number of steps in a call.
@@ -72,19 +79,26 @@ class Minimise:
         pairs = _Pairs(self.history)
         newton = w.shape[1] <= self.newton_limit
         least = max(self.tolerance, 4.0 * torch.finfo(w.dtype).eps)
-        moving = torch.ones_like(loss, dtype=torch.bool)
+        moving, stuck = torch.ones_like(loss, dtype=torch.bool), torch.zeros_like(loss, dtype=torch.bool)
         for _ in range(self.max_steps):
             slope, at_kink = objective.one_sided(w, gradient)
             along = partial(_newton, objective.hessian(w)) if newton else pairs.direction
             direction = torch.where(moving[:, None], _aligned(along, slope, at_kink), 0.0)
-            moving &= -dots(direction, slope) > least * loss.abs()
+            promise = -dots(direction, slope)
+            moving &= promise > least * loss.abs()
             if not bool(moving.any()):
                 break
             new, new_loss, new_gradient = _search(objective, w, loss, slope, direction)
-            moving &= (new != w).any(dim=1)
+            moved = (new != w).any(dim=1)
+            stuck |= moving & ~moved & (promise > math.sqrt(least) * loss.abs())
+            moving &= moved
             pairs.add(new - w, new_gradient - gradient - objective.rates * (new.sign() - w.sign()))
             w, loss, gradient = new, new_loss, new_gradient
-        objective.write(w)
+        else:
+            stuck |= moving & (promise > math.sqrt(least) * loss.abs())
+        if bool(stuck.any()):
+            problem.warn_once("not minimised", _NOT_MINIMISED.format(int(stuck.sum()), len(stuck)))
+        objective.settle(w)
 
 
 def _search(

@@ -1,6 +1,7 @@
 """The training losses of all folds as a function of their weights, a row for each fold."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ..hyperparameters.orthant import joint_rates
 from ..passes.checked_loss import checked_loss
+from ..passes.norm_calls import moving
 from ..problem import Problem
 from ..runs.requirements import penalties_at_zero
 from .folds import Folds
@@ -28,6 +30,7 @@ class Objective:
         self._problem, self._pieces = problem, pieces
         self._rows = [list(single.weights.values()) for single in problem.singles]
         self._every = [p for row in self._rows for p in row]
+        self._buffers = [*problem.model.buffers(), *problem.hyper.buffers()]
         self.rates = torch.stack([_rates(single) for single in problem.singles])
 
     def weights(self) -> Tensor:
@@ -41,11 +44,30 @@ class Objective:
         values = [x for row in w for x in torch.split(row, sizes)]
         torch._foreach_copy_([*self._every], [x.view_as(p) for x, p in zip(values, self._every, strict=True)])
 
+    def settle(self, w: Tensor) -> None:
+        """Put rows into the live weights, and make running statistics those of the batches there.
+
+        The number of evaluations, some of them of steps that were given up, must not decide where they end.
+        """
+        self.write(w)
+        norms: dict[Any, Any] = {x: x.momentum for x in moving(self._problem.model.modules())}
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over all batches
+        try:
+            if self._buffers:
+                with torch.enable_grad():
+                    for piece, _ in self._pieces:
+                        self._losses(piece)
+        finally:
+            for norm, momentum in norms.items():
+                norm.momentum = momentum
+
     def __call__(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """The losses, [K], and their gradients, [K, n]."""
         self.write(w)
         losses, gradients = torch.zeros_like(w[:, 0]), torch.zeros_like(w)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._buffers_kept():
             for piece, weight in self._pieces:
                 values = self._losses(piece)
                 losses = losses + weight * values.detach()
@@ -60,7 +82,7 @@ class Objective:
         pieces = torch.split(unit, [p.numel() for p in self._rows[0]], dim=1)
         vectors = [x.reshape(n, *p.shape) for row in self._rows for x, p in zip(pieces, row, strict=True)]
         total = w.new_zeros(len(self._rows), n, n)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._buffers_kept():
             for piece, weight in self._pieces:
                 gradient = self._gradient(self._losses(piece).sum(), create_graph=True)
                 total = total + weight * self._by_row(self._products(gradient, vectors), (n,)).transpose(0, 1)
@@ -71,6 +93,16 @@ class Objective:
         at_kink = (w == 0) & (self.rates > 0)
         held = gradient.clamp(-self.rates, self.rates)
         return torch.where(at_kink, gradient - held, gradient), at_kink
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        before = [x.clone() for x in self._buffers]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for x, value in zip(self._buffers, before, strict=True):
+                    x.copy_(value)
 
     def _losses(self, piece: Any) -> Tensor:
         problem = self._problem

@@ -84,7 +84,7 @@ class StopAtNoise:
 
     Args:
         least: the mean agreement below which the run stops.
-        window: hyper-steps in the mean; the run makes at least as many.
+        window: hyper-steps in the mean, without those that the policy skipped; the run makes at least as many.
 
     Raises:
         ArgumentError: at the first hyper-step of a method without an agreement.
@@ -96,14 +96,17 @@ class StopAtNoise:
         self.least, self.window = least, window
 
     def __call__(self, tuner: Run) -> None:
-        if "agreement" not in tuner.history[-1]:
+        row = tuner.history[-1]
+        if "agreement" not in row and row["stepped"]:  # a hyper-step that the policy skips has none either
             raise ArgumentError(
                 "StopAtNoise needs hypergradients with an agreement; the history has none. Use the method "
                 "Halves(method)."
             )
-        recent = [row.get("agreement", math.nan) for row in tuner.history[-self.window :]]
-        mean = sum(recent) / len(recent)
-        if len(recent) == self.window and mean < self.least:
+        agreements = [
+            a for row in tuner.history if (a := row.get("agreement")) is not None and math.isfinite(a)
+        ]
+        recent = agreements[-self.window :]
+        if len(recent) == self.window and (mean := sum(recent) / len(recent)) < self.least:
             tuner.stop(f"the mean agreement of two halves fell to {mean:.2g} over {self.window} hyper-steps")
 
 

@@ -68,7 +68,8 @@ class WeightSteps:
             return torch.full_like(loss, torch.nan)
         with self.in_orthants():
             if clip is not None:
-                clip_gradients(weights, clip)
+                for single in problem.singles:  # each fold as it would be alone
+                    clip_gradients(list(single.weights.values()), clip)
             optimizer.step()
         # A gradient kept until the next step would take memory during the hypergradient.
         optimizer.zero_grad(set_to_none=True)
