@@ -50,18 +50,25 @@ def in_lockstep(iterations: Mapping[str, Callable[[Product], T]], together: Toge
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in iterations.items()]
     waiting: dict[str, Tree] = {}
     results: dict[str, T] = {}
+
+    def follow() -> None:
+        """Wait until the thread that now runs needs a product or has ended."""
+        name, kind, value = events.get()
+        if kind == "error":
+            raise value
+        (waiting if kind == "product" else results)[name] = value
+
+    # One thread runs at a time: several would pass the interpreter's lock to and fro with each operation.
     try:
         for thread in threads:
             thread.start()
-        while len(results) < len(iterations):
-            name, kind, value = events.get()
-            if kind == "error":
-                raise value
-            (waiting if kind == "product" else results)[name] = value
-            if waiting and len(waiting) + len(results) == len(iterations):
-                for each, answer in together(waiting).items():
-                    answers[each].put(answer)
-                waiting = {}
+            follow()
+        while waiting:
+            found = together(waiting)
+            waiting.clear()
+            for name, answer in found.items():
+                answers[name].put(answer)
+                follow()
         return {name: results[name] for name in iterations}
     finally:
         for queue in answers.values():
