@@ -39,7 +39,7 @@ class Minimise:
     orthant, so that weights reach exactly zero. In the end, running statistics of norms are those of the batches.
 
     The loss must be the same at each evaluation, without dropout or mini-batches, and needs weights of one dtype and
-    device. A warning names weights that are no minimum, as at the kink of another loss.
+    device. It warns if a fold ends where there is no minimum, as at the kink of another loss.
 
     Args:
         max_steps: the largest number of steps in a call.

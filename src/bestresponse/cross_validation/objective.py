@@ -30,7 +30,8 @@ class Objective:
         self._problem, self._pieces = problem, pieces
         self._rows = [list(single.weights.values()) for single in problem.singles]
         self._every = [p for row in self._rows for p in row]
-        self._buffers = [*problem.model.buffers(), *problem.hyper.buffers()]
+        buffers = (*problem.model.buffers(), *problem.hyper.buffers())
+        self._buffers = [(x, x.clone()) for x in buffers]
         self.rates = torch.stack([_rates(single) for single in problem.singles])
 
     def weights(self) -> Tensor:
@@ -96,12 +97,12 @@ class Objective:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        before = [x.clone() for x in self._buffers]
+        """Put the buffers back as they were before the first evaluation."""
         try:
             yield
         finally:
             with torch.no_grad():
-                for x, value in zip(self._buffers, before, strict=True):
+                for x, value in self._buffers:
                     x.copy_(value)
 
     def _losses(self, piece: Any) -> Tensor:

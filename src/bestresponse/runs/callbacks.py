@@ -9,6 +9,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,10 +103,8 @@ class StopAtNoise:
                 "StopAtNoise needs hypergradients with an agreement; the history has none. Use the method "
                 "Halves(method)."
             )
-        agreements = [
-            a for row in tuner.history if (a := row.get("agreement")) is not None and math.isfinite(a)
-        ]
-        recent = agreements[-self.window :]
+        known = (row.get("agreement", math.nan) for row in reversed(tuner.history))
+        recent = list(islice(filter(math.isfinite, known), self.window))
         if len(recent) == self.window and (mean := sum(recent) / len(recent)) < self.least:
             tuner.stop(f"the mean agreement of two halves fell to {mean:.2g} over {self.window} hyper-steps")
 
