@@ -4,7 +4,8 @@
 
 Networks whose sources of data have a weight each, trained for a few steps by Adam: GPTs, with and without
 checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
-``pip install transformers peft``. Weight steps and hypergradients take turns in a process of their own for each row;
+``pip install transformers peft``. "In pieces": the hyper-step's batches are `Batches` of four pieces, one of whose
+graphs is held at a time. Weight steps and hypergradients take turns in a process of their own for each row;
 times are medians, without the first call, which verifies. The number of products of `Implicit()` changes from call to
 call: its row has the means of four times as many calls. A method that refuses a network (differences of gradients in
 bfloat16 are mostly rounding) is listed with its error. A weight step is a training gradient and Adam's step. Memory
@@ -21,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ class Steps(nn.Sequential):
 class Adapters(nn.Module):
     """The logits of a frozen Llama in bfloat16, with adapters in float32."""
 
+    checkpoints = False
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         import peft
@@ -69,19 +72,40 @@ class Adapters(nn.Module):
         base = LlamaForCausalLM(settings).to(torch.bfloat16)
         where = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
         self.inner = peft.get_peft_model(base, where)
+        if self.checkpoints:
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, words: Tensor) -> Tensor:
         logits: Tensor = self.inner(input_ids=words).logits
         return logits.float()
 
 
+class CheckpointedAdapters(Adapters):
+    """The same, with Hugging Face's checkpoints."""
+
+    checkpoints = True
+
+
+class Network(NamedTuple):
+    """A network, the size of it and its batch, and the pieces of the hyper-step's batches."""
+
+    make: Callable[[Size], nn.Module]
+    size: Size
+    pieces: int = 1
+
+
 LONG = Size(256, 8, 128, 8)
-NETWORKS: dict[str, tuple[Callable[[Size], nn.Module], Size]] = {
-    "GPT, 8 × 128 tokens": (GPT, Size(128, 8, 128, 4)),
-    "wide GPT, 8 × 128 tokens": (GPT, Size(128, 8, 384, 4)),
-    "GPT, 8 × 256 tokens": (GPT, LONG),
-    "GPT, 8 × 256 tokens, checkpoints": (Checkpointed, LONG),
-    "adapters, 8 × 128 tokens": (Adapters, Size(128, 8, 256, 4)),
+LORA = Size(128, 8, 256, 4)
+NETWORKS = {
+    "GPT, 8 × 128 tokens": Network(GPT, Size(128, 8, 128, 4)),
+    "wide GPT, 8 × 128 tokens": Network(GPT, Size(128, 8, 384, 4)),
+    "GPT, 8 × 256 tokens": Network(GPT, LONG),
+    "GPT, 8 × 256 tokens, checkpoints": Network(Checkpointed, LONG),
+    "GPT, 8 × 256 tokens, checkpoints, in pieces": Network(Checkpointed, LONG, 4),
+    "adapters, 8 × 128 tokens": Network(Adapters, LORA),
+    "adapters, 8 × 128 tokens, in pieces": Network(Adapters, LORA, 4),
+    "adapters, 8 × 128 tokens, checkpoints": Network(CheckpointedAdapters, LORA),
+    "adapters, 8 × 128 tokens, checkpoints, in pieces": Network(CheckpointedAdapters, LORA, 4),
 }
 OWN = "Implicit()"
 # The two after it have the passes of Implicit() with a warm start, at fixed numbers of products.
@@ -98,8 +122,9 @@ METHODS: dict[str, Callable[["Training"], br.Method]] = {
 class Training(Work):
     """The problem, some steps after the beginning."""
 
-    def __init__(self, make: Callable[[Size], nn.Module], size: Size, verify: bool) -> None:
-        super().__init__(size, make, verify)
+    def __init__(self, network: Network, verify: bool) -> None:
+        super().__init__(network.size, network.make, verify)
+        self.pieces = network.pieces
         self.optimizer = torch.optim.Adam(self.problem.weights.values(), 1e-3)
 
     def step(self) -> None:
@@ -113,8 +138,13 @@ class Training(Work):
         """Calls of the method with this name, or of nothing."""
         if what not in METHODS:
             return lambda: None
-        given = self.problem, self.train, self.val, METHODS[what](self)
+        train, val = self.divided(self.train), self.divided(self.val)
+        given = self.problem, train, val, METHODS[what](self)
         return lambda: br.hypergradient(*given, weight_optimizer=self.optimizer)
+
+    def divided(self, batch: Tensor) -> Any:
+        """The batch, or its pieces."""
+        return batch if self.pieces == 1 else br.Batches(batch.chunk(self.pieces), recompute=True)
 
     def conjugate(self, steps: int, curvature: br.curvatures.Curvature) -> br.Method:
         """Conjugate gradient of exactly so many steps, and the product of a warm start."""
@@ -123,11 +153,11 @@ class Training(Work):
 
 def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]:
     """The measurements of one process."""
-    make, size = NETWORKS[network]
-    small = Training(make, Size(4, 1, 32, 1), verify)
+    given = NETWORKS[network]
+    small = Training(given._replace(size=Size(4, given.pieces, 32, 1)), verify)
     small.step()
     small.hypergradients(what)()  # which loads the libraries
-    training = Training(make, size, verify)
+    training = Training(given, verify)
     base = resident()
     for _ in range(5):
         training.step()

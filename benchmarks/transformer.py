@@ -110,7 +110,7 @@ class Work:
 
     def weighed(self, outputs: Any, batch: Tensor) -> Tensor:
         """The loss of outputs and the sources' weights."""
-        return (outputs[1].exp()[self.source] * entropy(outputs[0], batch)).mean()
+        return (outputs[1].exp()[self.source[: len(batch)]] * entropy(outputs[0], batch)).mean()
 
     def val_loss(self, model: Any, hyper: Any, batch: Tensor) -> Tensor:
         return entropy(model(batch), batch).mean()

@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bestresponse as br
+from bestresponse.diagnostics.measuring import peak_bytes
 from bestresponse.testing import check_method
+from bestresponse.verification import twin
 
 pytestmark = pytest.mark.usefixtures("verifying")
 
@@ -503,9 +505,53 @@ def test_a_lossy_function_on_the_last_examples_is_found():
     problem, whole = problem_of(Rows()), (x[order], y[order])
     with pytest.raises(br.Error, match="WithoutGraph"):
         br.hypergradient(problem, whole, whole, br.Implicit(br.Exact(1e-3)))
-    pieces = br.Batches([(x[order[:64]], y[order[:64]]), (x[order[64:]], y[order[64:]])])
-    with pytest.raises(br.Error, match="WithoutGraph"):
-        br.hypergradient(problem, pieces, whole, br.Implicit(br.Exact(1e-3)))
+    halves = [(x[order[:64]], y[order[:64]]), (x[order[64:]], y[order[64:]])]
+    for recompute in (False, True):
+        pieces = br.Batches(halves, recompute=recompute)
+        with pytest.raises(br.Error, match="WithoutGraph"):
+            br.hypergradient(problem_of(Rows()), pieces, whole, br.Implicit(br.Exact(1e-3)))
+
+
+def test_batches_that_are_recomputed_are_verified_with_the_memory_of_one():
+    model = nn.Sequential(nn.Linear(1, 4096), *[nn.Tanh()] * 8, nn.Linear(4096, 1))
+    pieces = [(torch.randn(8, 1), torch.randn(8, 1)) for _ in range(8)]
+
+    def peak(train):
+        problem = problem_of(model)
+        used = peak_bytes(lambda: br.hypergradient(problem, train, pieces[0], br.Implicit(br.Neumann(1))))
+        assert next(iter(problem.verifications(br.Hessian).values())) == "verified"
+        return used
+
+    one = peak(pieces[0])
+    assert peak(br.Batches(pieces, recompute=True)) < 1.3 * one
+    assert peak(br.Batches(pieces)) > 3.0 * one
+
+
+def test_a_copy_is_compared_without_the_tensors_of_its_graph():
+    """A copy in float64 whose losses compute in float32 is refused, and costs no more than the loss itself."""
+    torch.set_default_dtype(torch.float32)
+    layer = Calling(lambda x: x.float().tanh().to(x.dtype))
+    model = nn.Sequential(nn.Linear(8, 16), *[layer] * 20, nn.Linear(16, 1))
+    problem, b = problem_of(model), (torch.randn(4096, 8), torch.randn(4096, 1))
+    size = 4096 * 16 * 4
+    other, _ = twin.twin(problem, None)
+    assert peak_bytes(lambda: twin._is_alike(problem, other, (b, twin.doubled(b)), None)) < 12 * size
+    with problem.undisturbed(None) as passes:
+        assert peak_bytes(lambda: passes.train_loss(b)) > 18 * size
+
+
+def test_a_loss_with_a_gradient_inside_is_verified_on_a_copy():
+    torch.set_default_dtype(torch.float32)
+
+    def penalised(model, hyper, b):
+        x = b[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return fit(model, hyper, b) + slope.square().mean()
+
+    problem, b = problem_of(around(nn.Tanh()), penalised), batch()
+    other, _ = twin.twin(problem, None)
+    assert twin._is_alike(problem, other, (b, twin.doubled(b)), None)
+    assert br.hypergradient(problem, b, b, br.Implicit()).verification == "verified"
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from .._tree import Tree
 from ..passes import graph
 from ..passes.checkpoint import recomputed
 from ..problem import Passes
+from .at_losses import AtLosses
 from .base import Curvature, Linearisation
 from .by_products import Derivatives, few
 from .outputs import filled, output_hessian, with_graph
@@ -26,6 +27,13 @@ class GaussNewton(Curvature):
     curvature is an approximation: the mixed term is that of the whole training loss. A is positive
     semi-definite where loss is convex in the outputs (cross-entropy, squared error) and rest is convex
     in the weights, and equals the Hessian where predict is linear in them.
+
+    Without arguments the parts are found at work: the outputs are the arguments of the loss functions of torch that
+    train_loss calls, itself or inside the model (`F.cross_entropy`, `F.mse_loss`, `F.huber_loss`,
+    `F.binary_cross_entropy` with or without logits, `F.nll_loss` or `F.kl_div` of a log_softmax, and the like, also as
+    modules). H then includes what train_loss does with their values, such as weights of examples; what it computes
+    past them is the rest. Give the parts if the outputs go into a loss of your own, or to save time with a known
+    ``rest``.
 
     Give ``rest`` if there is one. A module with a ``curvature_diagonal``, such as `WeightDecay`, can
     itself be ``rest``: it is called with the model, and its part of a product is one multiplication. If its own class
@@ -42,22 +50,25 @@ class GaussNewton(Curvature):
         rest: (model, hyper, batch) -> scalar, the term that train_loss adds to the loss of the outputs.
 
     Raises:
-        EvaluationError: on a problem's first call, loss(predict) + rest differs from train_loss; or the loss reads
-            weights past the outputs.
+        EvaluationError: on a problem's first call, loss(predict) + rest differs from train_loss; the loss reads
+            weights past the outputs; or, without arguments, train_loss calls no loss function of torch.
         SecondDerivativeError: an operation of the training loss has no second derivative.
 
     Reference: Schraudolph (2002); Martens (2010).
     """
 
-    predict: Predict
-    loss: OutputLoss
+    predict: Predict | None = None
+    loss: OutputLoss | None = None
     rest: Rest | nn.Module | None = None
 
     def __post_init__(self) -> None:
-        check_parts(self)
+        if self.predict is not None or self.loss is not None or self.rest is not None:
+            check_parts(cast(Split, self))
 
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
-        return _OuterProduct(self, passes, batch)
+        if self.predict is None:
+            return AtLosses(passes, batch, passes.problem.first_time(self))
+        return _OuterProduct(cast(Split, self), passes, batch)
 
 
 class _OuterProduct(SplitLinearisation):

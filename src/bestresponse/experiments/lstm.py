@@ -65,6 +65,9 @@ class LSTM(Repeated):
     weight_steps: Count = 10  # Weight steps before each hyper-step.
     weight_rate: Positive = 20.0
     """SGD's learning rate; it is divided by four when validation stops improving."""
+    self_tuning_rate: Positive = 7.0
+    """The same for the self-tuning network, whose training jumps at larger rates."""
+    response_rate: Positive = 1.0  # SGD's learning rate for the response of the self-tuning network.
     clip: Positive = 0.25  # The largest norm of a gradient.
     hyper_rate: Positive = 0.05
     """Adam's learning rate for the logits of the rates and the logarithms of the penalties."""
@@ -138,15 +141,24 @@ class LSTM(Repeated):
             perplexities = (language.perplexity(model, batches) for batches in (val, test))
             return dict(zip(("val_perplexity", "test_perplexity"), perplexities, strict=True))
 
+        after: list[Any] = [br.callbacks.Evaluate(measure, max(1, len(train) // weight_steps)), Falling()]
+        weights = [{"params": list(problem.weights.values()), "lr": self.weight_rate}]
+        if network is not None:
+            after.insert(0, network.recentre)
+            response = [*network.gates, *network.directions]
+            weights = [
+                {"params": list(network.base), "lr": self.self_tuning_rate},
+                {"params": response, "lr": self.response_rate},
+            ]
         tuner = br.Tuner(
             problem,
-            torch.optim.SGD(problem.weights.values(), self.weight_rate),
+            torch.optim.SGD(weights),
             torch.optim.Adam(problem.hyperparameters.values(), hyper_rate),
             method,
             weight_steps=weight_steps,
             clip_weights=self.clip,
             seed=cell.seed,
-            callbacks=[br.callbacks.Evaluate(measure, max(1, len(train) // weight_steps)), Falling()],
+            callbacks=after,
         )
         cell.fit(tuner, train, val, max(1, self.steps // weight_steps), 1 if frozen else self.save_every)
         rows = [row for row in tuner.history if "val_perplexity" in row]

@@ -40,6 +40,10 @@ class Claim(ABC):
         """Whether float32 is used only if there is no copy in float64."""
         return False
 
+    def pairs(self, train: Any, val: Any) -> list[tuple[Any, Any]]:
+        """The training and validation batches to verify on, one pair at a time."""
+        return [(train, val)]
+
     @abstractmethod
     def judge(self, trial: Trial, number: int) -> Verdict:
         """Compare at the place with this number near the weights."""
@@ -67,7 +71,8 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
         with torch.inference_mode(False), torch.enable_grad():
             # Each rank compares its own derivatives with its own differences.
             own = problem.alone()
-            finding = _worst(problem.group.gather(_examined(own, claim, train, val, seed)))
+            finding = _worst([_examined(own, claim, *pair, seed) for pair in claim.pairs(train, val)])
+            finding = _worst(problem.group.gather(finding))
         if finding.lost:
             raise SecondDerivativeError(finding.text)
         if finding.text:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _tree
 from .._tree import Tree
+from ..batches import Batches
 from ..curvatures import Curvature, Hessian, Linearisation
 from ..curvatures.several_batches import linearised
 from ..passes.checkpoint import recomputed
@@ -58,6 +59,11 @@ class SecondDerivatives(Claim):
 
     def skipped(self) -> str:
         return "" if self.curvature.twice else "differences replace second derivatives"
+
+    def pairs(self, train: Any, val: Any) -> list[tuple[Any, Any]]:
+        """Each of `Batches` alone if memory is for one of them."""
+        recompute = isinstance(train, Batches) and train.recompute
+        return [(batch, val) for batch in (train if recompute else [train])]
 
     def judge(self, trial: Trial, number: int) -> Verdict:
         problem, weights = trial.problem, trial.problem.weights

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..batches import Batches, length_of, mapped, rows_of
 from ..passes import graph
 from ..passes.arithmetic import arithmetic
-from ..problem import Problem
+from ..problem import Passes, Problem
 
 # The parameters of the largest problem to copy; of a batch at least _ROWS examples are used, or one in _SHARE.
 LARGEST = 5_000_000
@@ -95,13 +96,26 @@ def _is_alike(problem: Problem, other: Problem, batches: tuple[Any, Any], seed: 
     values, reached = [], []
     for one, batch in zip((problem, other), batches, strict=True):
         with one.undisturbed(seed) as passes:
-            loss = passes.train_loss(batch)
+            loss = _nodes_of(passes, batch)
         leaves = graph.leaves(loss)
         values.append(float(loss.detach()))
         reached.append({n for n, x in one.live().items() if id(x) in leaves})
     captured = any(id(x) in leaves for x in problem.live().values())
     same = reached[0] == reached[1] and not captured and is_exact(loss)
     return same and (_near(values) or _near([*_without_masks((problem, other), batches, seed)]))
+
+
+def _nodes_of(passes: Passes, batch: Any) -> Tensor:
+    """The training loss with the nodes of its graph, if possible without the tensors that they save."""
+    try:
+        with saved_tensors_hooks(lambda _: None, _dropped):
+            return passes.train_loss(batch)
+    except Exception:  # such as a loss with a gradient inside, which needs them
+        return passes.train_loss(batch)
+
+
+def _dropped(_: None) -> Tensor:
+    raise RuntimeError("the tensors that this graph saves were dropped")
 
 
 def _near(values: list[float]) -> bool:
