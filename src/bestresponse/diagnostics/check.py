@@ -96,7 +96,7 @@ def check(
         train_batch: a training batch, as large as possible.
         val_batch: a validation batch.
         weight_optimizer: the optimiser of the weights, which is then checked too.
-        methods: more methods to compare, by name, such as ``{"GN": Implicit(curvature=GaussNewton(...))}``.
+        methods: more methods to compare, by name, such as ``{"GN": Implicit(curvature=GaussNewton())}``.
         retrain_steps: S, the steps in each of five retraining runs; 0 skips them.
         seed: seed of the random state of each pass.
         progress: a function that gets the name of each part when it starts, such as ``print``.

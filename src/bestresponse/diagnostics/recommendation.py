@@ -87,7 +87,7 @@ def _start_with(bench: Bench, known: Spectrum, rows: list[Row]) -> tuple[str, st
         reason = f", since {first} fails here: its solve ends with {failed[first]}"
     call = f"{name}{reason}. Make it once, before the loop."
     if known.indefinite:
-        call += " If train_loss splits into loss(predict) and rest, add curvature=GaussNewton(predict, loss, rest)."
+        call += " If the loss is convex in the model's outputs, add curvature=GaussNewton()."
     return name, call
 
 

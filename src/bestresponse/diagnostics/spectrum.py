@@ -109,7 +109,7 @@ def _report_eigenvalues(bench: Bench, spectrum: Spectrum) -> None:
         bench.add(
             "warning",
             "the Hessian is indefinite: a Neumann series diverges, and undamped conjugate gradient stops. Use the "
-            "curvature GaussNewton(predict, loss, rest) if the loss is convex in the outputs, or damping, which "
+            "curvature GaussNewton() if the loss is convex in the outputs, or damping, which "
             "Implicit() chooses automatically. MINRES and GMRES solve the indefinite system, but its solution may not "
             "lower the validation loss.",
         )

@@ -65,7 +65,7 @@ class LSTM(Repeated):
     weight_steps: Count = 10  # Weight steps before each hyper-step.
     weight_rate: Positive = 20.0
     """SGD's learning rate; it is divided by four when validation stops improving."""
-    self_tuning_rate: Positive = 7.0
+    self_tuning_rate: Positive = 10.0
     """The same for the self-tuning network, whose training jumps at larger rates."""
     response_rate: Positive = 1.0  # SGD's learning rate for the response of the self-tuning network.
     clip: Positive = 0.25  # The largest norm of a gradient.
@@ -93,6 +93,8 @@ class LSTM(Repeated):
         for seed in self.all_seeds():
             for name in ["overfit"] if self.overfit else self.rows:
                 no_effect = [] if name in _SAMPLERS else ["trials"]
+                if name != "self-tuning network":
+                    no_effect += ["self_tuning_rate", "response_rate"]
                 cells.append(Cell(self, name, seed, folder, make, no_effect))
         return cells
 
