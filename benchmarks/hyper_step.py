@@ -113,7 +113,7 @@ METHODS: dict[str, Callable[["Training"], br.Method]] = {
     OWN: lambda _: br.Implicit(),
     "conjugate gradient, 4 steps": lambda t: t.conjugate(4, br.Hessian()),
     "conjugate gradient, 1 step": lambda t: t.conjugate(1, br.Hessian()),
-    "GaussNewton, 2 steps": lambda t: t.conjugate(2, t.gauss_newton()),
+    "GaussNewton, 2 steps": lambda t: t.conjugate(2, br.GaussNewton()),
     "T1 - T2": lambda _: br.Implicit(br.Identity()),
     "SAMA": lambda _: br.SAMA(),
 }

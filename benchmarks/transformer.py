@@ -106,11 +106,7 @@ class Work:
         self.problem = br.Problem(self.model, self.hyper, self.train_loss, self.val_loss, verify=verify)
 
     def train_loss(self, model: Any, hyper: Any, batch: Tensor) -> Tensor:
-        return self.weighed((model(batch), hyper["logs"]), batch)
-
-    def weighed(self, outputs: Any, batch: Tensor) -> Tensor:
-        """The loss of outputs and the sources' weights."""
-        return (outputs[1].exp()[self.source[: len(batch)]] * entropy(outputs[0], batch)).mean()
+        return (hyper["logs"].exp()[self.source[: len(batch)]] * entropy(model(batch), batch)).mean()
 
     def val_loss(self, model: Any, hyper: Any, batch: Tensor) -> Tensor:
         return entropy(model(batch), batch).mean()
@@ -119,19 +115,9 @@ class Work:
         loss = self.train_loss(self.model, self.hyper, self.train)
         torch.autograd.grad(loss, list(self.problem.weights.values()))
 
-    def gauss_newton(self) -> br.GaussNewton:
-        """The curvature of the split loss, whose rest is zero."""
-        return br.GaussNewton(
-            lambda m, h, b: (m(b), h["logs"]),
-            self.weighed,
-            lambda m, h, b: 0.0,
-        )
-
     def hypergradient(self, curvature: str, products: int) -> Callable[[], None]:
         """A call with a Neumann series of this many products."""
-        chosen: br.curvatures.Curvature = br.Hessian()
-        if curvature == "GaussNewton":
-            chosen = self.gauss_newton()
+        chosen = br.GaussNewton() if curvature == "GaussNewton" else br.Hessian()
         solver = br.Neumann(products, scale=1e-3) if products else br.Identity()
         method = br.Implicit(solver, chosen, estimate_error=False)
         return lambda: void(br.hypergradient(self.problem, self.train, self.val, method))

@@ -70,9 +70,7 @@ def main() -> None:
     # With dropout: few steps, and a damping set by hand.
     method = br.Implicit(
         br.ConjugateGradient(2, damping=0.1),
-        br.GaussNewton(
-            lambda m, h, b: m(b[0]), lambda z, b: F.cross_entropy(z, b[1]), rest=model.tuned["decay"]
-        ),
+        br.GaussNewton(),
         warm_start=True,
     )
     tuner = br.Tuner(

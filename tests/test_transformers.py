@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import bestresponse as br
 from bestresponse.passes import attention, attention_blocks
@@ -57,6 +58,30 @@ def hypergradient(make, method, padded, checkpointed):
     problem = br.Problem(model, decay, lambda m, h, b: loss(m, h, b) + h(m), loss)
     result = br.hypergradient(problem, words, words, method)
     return torch.cat([t.flatten() for t in result.total.values()]), result
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_the_outputs_are_found_in_the_loss_of_the_model(make, verifying):
+    torch.manual_seed(0)
+    model, words = make().double(), torch.randint(40, (3, 12))
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1, per="tensor").double()
+
+    def loss(m, h, b):
+        return m(input_ids=b, labels=b).loss
+
+    def of_logits(logits, b):  # which these models take to float32
+        return F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), b[:, 1:].flatten())
+
+    problem = br.Problem(model, decay, lambda m, h, b: loss(m, h, b) + h(m), loss)
+    given = br.GaussNewton(lambda m, h, b: m(input_ids=b).logits, of_logits, decay)
+    solver = br.ConjugateGradient(3, damping=0.1)
+    found, expected = (
+        br.hypergradient(problem, words, words, br.Implicit(solver, curvature))
+        for curvature in (br.GaussNewton(), given)
+    )
+    assert found.verification == "verified"
+    for name, x in expected.total.items():
+        torch.testing.assert_close(found.total[name], x, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
