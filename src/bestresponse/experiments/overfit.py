@@ -154,7 +154,8 @@ class Overfit(Experiment):
         return tuner
 
     def table(self, rows: list[Row]) -> list[Row]:
-        return [{name: value for name, value in row.items() if name not in _STATUS} for row in rows]
+        kept = [{name: value for name, value in row.items() if name not in _STATUS} for row in rows]
+        return [{"network": f"{self.model}, {self.data}"} | row for row in kept]
 
     def headline(self, table: list[Row], rows: list[Row]) -> Row:
         return {name: table[0][name] for name in ("validation error", "test error")}
