@@ -54,7 +54,7 @@ METHODS: dict[str, Callable[[Setting], br.Method]] = {
     "Hessian, 4 steps, damping=0.5": lambda setting: br.Implicit(
         br.ConjugateGradient(4, damping=0.5), warm_start=True
     ),
-    "Implicit(curvature=GaussNewton)": lambda setting: br.Implicit(curvature=br.GaussNewton(*setting.split)),
+    "Implicit(curvature=GaussNewton())": lambda setting: br.Implicit(curvature=br.GaussNewton()),
     "GaussNewton, 2 steps": lambda setting: gauss_newton(setting, 2, damping=None),
     "GaussNewton, 2 steps, damping=0.1": lambda setting: gauss_newton(setting, 2, damping=0.1),
     "GaussNewton, 2 steps, recycle=20": lambda setting: gauss_newton(setting, 2, damping=None, recycle=20),
