@@ -74,6 +74,8 @@ LOSSES = {
     "soft targets": lambda o, b: F.cross_entropy(o, b[1].softmax(1), label_smoothing=0.1),
     "kl": lambda o, b: F.kl_div(o.log_softmax(1), b[1].softmax(1), reduction="batchmean"),
     "nll": lambda o, b: F.nll_loss(F.log_softmax(o, 1), b[1].argmax(1)),
+    "nll of a view": lambda o, b: F.nll_loss(F.log_softmax(o, 1).view(-1, 3), b[1].argmax(1)),
+    "multilabel": lambda o, b: F.multilabel_soft_margin_loss(o, (b[1] > 0).double()),
     "nll modules": lambda o, b: nn.NLLLoss()(nn.LogSoftmax(1)(o), b[1].argmax(1)),
     "of single examples": lambda o, b: F.mse_loss(o, b[1], reduction="none").mean(1).exp().mean(),
 }
@@ -226,18 +228,131 @@ def _flat(v):
 
 def test_a_loss_by_hand_is_refused_with_what_to_write():
     problem, _ = decayed(network(), lambda o, b: (o - b[1]).square().mean())
-    with pytest.raises(br.Error, match=r"calls none.*GaussNewton\(predict, loss, rest\)"):
+    with pytest.raises(br.Error, match=r"made of none.*GaussNewton\(predict, loss, rest\)"):
         br.hypergradient(problem, values(), values(), br.Implicit(curvature=br.GaussNewton()))
     with pytest.raises(TypeError, match="must be a function"):
         br.GaussNewton(rest=problem.hyper)
 
 
-def test_logarithms_that_changed_on_the_way_are_not_taken_for_outputs():
+def test_logarithms_of_no_probabilities_are_not_taken_for_outputs():
     """The loss is linear in them: as outputs they would have no curvature at all."""
-    moved = lambda o, b: F.nll_loss(F.log_softmax(o, 1).clone(), b[1])  # noqa: E731
-    problem, _ = decayed(network(), moved)
-    with pytest.raises(br.Error, match="calls none"):
+    problem, _ = decayed(network(), lambda o, b: F.nll_loss(F.log_softmax(o, 1) + 1.0, b[1]))
+    with pytest.raises(br.Error, match="made of none.*calls nll_loss where that cannot be followed"):
         br.hypergradient(problem, classes(), classes(), br.Implicit(curvature=br.GaussNewton()))
+
+
+def test_a_loss_function_that_is_only_logged_does_not_count():
+    by_hand = lambda o, b: (o - b[1]).square().mean() + 0.0 * F.mse_loss(o, b[1]).detach()  # noqa: E731
+    problem, _ = decayed(network(), by_hand)
+    with pytest.raises(br.Error, match="made of none"):
+        br.hypergradient(problem, values(), values(), br.Implicit(curvature=br.GaussNewton()))
+
+
+def test_a_loss_function_that_cannot_be_followed_is_noted():
+    def of_each(o, b):
+        return F.cross_entropy(o, b[1]) + 0.1 * torch.vmap(F.mse_loss)(o, torch.ones_like(o)).mean()
+
+    problem, _ = decayed(network(), of_each)
+    h = br.hypergradient(problem, classes(), classes(), br.Implicit(br.Exact(1.0), br.GaussNewton()))
+    assert "outputs found at cross_entropy; not followed: mse_loss" in str(h.solve)
+
+
+class InBlock(nn.Module):
+    """The loss within a checkpointed block, with the head or with the whole network."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.body, self.whole = network(), whole
+
+    def forward(self, x, y):
+        if self.whole:
+            return checkpoint(lambda x: F.cross_entropy(self.body(x), y), x, use_reentrant=False)
+        hidden = self.body[:-1](x)
+        return checkpoint(lambda h: F.cross_entropy(self.body[-1](h), y), hidden, use_reentrant=False)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_loss_function_may_be_in_a_checkpointed_block(whole):
+    model = InBlock(whole)
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    problem = br.Problem(model, decay, lambda m, h, b: m(*b) + h(m), lambda m, h, b: m(*b))
+    agrees(problem, br.GaussNewton(lambda m, h, b: m.body(b[0]), entropy, decay), classes(), classes())
+
+
+def test_of_loss_functions_inside_each_other_the_outer_one_counts():
+    def distances(o):
+        return -F.mse_loss(
+            o[:, None].expand(-1, 3, -1), torch.eye(3).expand(len(o), 3, 3), reduction="none"
+        ).sum(-1)
+
+    model = network()
+    problem, _ = decayed(model, lambda o, b: entropy(distances(o), b))
+    given = br.GaussNewton(lambda m, h, b: distances(m(b[0])), entropy, problem.hyper)
+    agrees(problem, given, classes(), classes())
+
+
+def attacked(m, b):
+    """Inputs a step along the sign of the loss's gradient."""
+    shift = torch.zeros_like(b[0], requires_grad=True)
+    (slope,) = torch.autograd.grad(entropy(m(b[0] + shift), b), shift)
+    return b[0] + 0.1 * slope.sign()
+
+
+def test_a_gradient_inside_the_loss_is_that_of_the_model():
+    model = network()
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    loss = lambda m, h, b: entropy(m(attacked(m, b)), b) + h(m)  # noqa: E731
+    problem = br.Problem(model, decay, loss, lambda m, h, b: entropy(m(b[0]), b))
+    given = br.GaussNewton(lambda m, h, b: m(attacked(m, b)), entropy, decay)
+    agrees(problem, given, classes(), classes())
+
+
+def test_a_penalty_of_a_gradient_of_the_loss_is_the_rest():
+    def slopes(m, h, b):
+        x = b[0].clone().requires_grad_()
+        (g,) = torch.autograd.grad(entropy(m(x), b), x, create_graph=True)
+        return h[0].exp() * g.square().mean()
+
+    model, hyper = network(), nn.ParameterList([torch.tensor(-1.0)])
+    problem, given = plain(model, hyper, entropy, rest=slopes)
+    agrees(problem, given, classes(), classes())
+
+
+def test_a_penalty_of_weights_may_be_a_loss_function():
+    model = network()
+    before = [w.detach() + 0.1 for w in model.parameters()]
+
+    def near(m, h, b):
+        pairs = zip(m.parameters(), before, strict=True)
+        return h[0].exp() * sum(F.mse_loss(w.view(-1), x.view(-1), reduction="sum") for w, x in pairs)
+
+    problem, given = plain(model, nn.ParameterList([torch.tensor(-2.0)]), entropy, rest=near)
+    agrees(problem, given, classes(), classes())
+
+
+def test_squares_at_zero_are_refused_within_a_loss_function():
+    model = nn.Linear(5, 3)
+    nn.init.zeros_(model.bias)
+    size = lambda m, h, b: F.mse_loss(m.bias.abs(), torch.zeros(3)) + h(m)  # noqa: E731
+    problem, _ = plain(model, br.hyperparameters.WeightDecay(model, initial=0.1), entropy, rest=size)
+    with pytest.raises(br.errors.SecondDerivativeError, match="x.square"):
+        br.hypergradient(problem, classes(), classes(), br.Implicit(br.Exact(), br.GaussNewton()))
+
+
+def test_a_loss_that_differs_from_pass_to_pass_is_refused_each_time():
+    passes = []
+
+    def growing(m, h, b):
+        passes.append(1)
+        return entropy(m(b[0]), b) * (1.0 + 0.1 * len(passes)) + h(m)
+
+    model = network()
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    problem = br.Problem(model, decay, growing, lambda m, h, b: entropy(m(b[0]), b), verify=False)
+    method = br.Implicit(br.Exact(0.1), br.GaussNewton())
+    for _ in range(2):
+        with pytest.raises(br.Error, match="one value in all passes"):
+            br.hypergradient(problem, classes(), classes(), method)
 
 
 def test_a_lost_path_within_the_outputs_is_refused():

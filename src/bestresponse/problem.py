@@ -175,11 +175,13 @@ class Problem(Undivided):
         again = earlier is not None and earlier() is method
         self._met[settings] = (weakref.ref(method), calls + 1 if again else 1)
 
-    def first_time(self, thing: Any) -> bool:
-        """Whether this is the first call with ``thing`` on this problem."""
-        first = thing not in self._seen
+    def has_checked(self, thing: Any) -> bool:
+        """Whether ``thing`` (a curvature) passed the checks of a first call on this problem."""
+        return thing in self._seen
+
+    def checked(self, thing: Any) -> None:
+        """Note that ``thing`` passed them."""
         self._seen.add(thing)
-        return first
 
     def verifications(self, thing: Any) -> dict[str, str]:
         """The results of verification for ``thing`` (a curvature, a kind of method), by what was checked."""

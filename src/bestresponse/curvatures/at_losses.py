@@ -11,19 +11,20 @@ where φ is differentiated with u constant. The mixed term is exact: ∂φ/∂λ
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._tree import Tree
-from ..errors import EvaluationError
+from ..errors import EvaluationError, named
 from ..passes import graph
 from ..passes.checkpoint import recomputed
-from ..passes.cut_losses import Cuts, cut_losses
+from ..passes.cut_losses import Cuts, InnerGradient, cut_losses
 from ..problem import Passes
 from . import kinks
-from .base import Linearisation, reached_weights
+from .base import Curvature, Linearisation, reached_weights
 from .by_products import Derivatives, few
 from .outputs import filled
 from .power_iteration import warn_of_power_iterations
@@ -32,7 +33,7 @@ from .power_iteration import warn_of_power_iterations
 class AtLosses(Linearisation):
     """A = [J; I]ᵀ ∂²L/∂(z, w)² [J; I] at the loss functions of torch that the training loss calls."""
 
-    def __init__(self, passes: Passes, batch: Any, first: bool) -> None:
+    def __init__(self, curvature: Curvature, passes: Passes, batch: Any) -> None:
         problem = passes.problem
         if problem.group.sharded:
             raise EvaluationError(
@@ -40,20 +41,20 @@ class AtLosses(Linearisation):
                 "GaussNewton(predict, loss, rest)."
             )
         self._passes, self._batch = passes, batch
-        plain = passes.train_loss(batch) if first else None
         loss, cuts = self._run()
-        self._refuse(cuts, loss, plain)
-        self._outputs, self._leaves = cuts.outputs, cuts.leaves
-        self.detail = f"outputs found at {', '.join(dict.fromkeys(cuts.names))}"
         weights = list(problem.weights.values())
-        found = torch.autograd.grad(loss, [*self._leaves, *weights], create_graph=True, allow_unused=True)
-        slopes, past = found[: len(self._leaves)], found[len(self._leaves) :]
+        found = torch.autograd.grad(loss, [*cuts.leaves, *weights], create_graph=True, allow_unused=True)
         graph.inspect_gradient(g for g in found if g is not None)
-        at = [x.detach() for x in filled(slopes, self._leaves)]
-        # The value of the loss, with the derivatives and the whole graph of the training loss.
-        whole = loss + torch.stack(
-            [((z - z.detach()) * s).sum() for z, s in zip(self._outputs, at, strict=True)]
-        ).sum().to(loss)
+        slopes, past = found[: len(cuts.leaves)], found[len(cuts.leaves) :]
+        used = [(i, s) for i, s in enumerate(slopes) if s is not None]
+        _refuse_none(cuts, bool(used))
+        if not problem.has_checked(curvature):
+            _compare(passes.train_loss(batch), loss)
+            problem.checked(curvature)
+        self._outputs, self._leaves = ([xs[i] for i, _ in used] for xs in (cuts.outputs, cuts.leaves))
+        self.detail = _detail([cuts.names[i] for i, _ in used], cuts.missed)
+        at = [s.detach() for _, s in used]
+        whole = _connected(loss, self._outputs, at)
         self.reached = graph.leaves(whole) - {id(x) for x in self._leaves}
         self.names = reached_weights(problem, self.reached)
         graph.inspect_loss(whole)
@@ -64,7 +65,7 @@ class AtLosses(Linearisation):
         direct = dict(zip(problem.weights, past, strict=True))
         self._gradient = graph.edges(
             {
-                **{_place(i): s for i, s in enumerate(slopes) if s is not None},
+                **{_place(i): s for i, (_, s) in enumerate(used)},
                 **{n: r for n in self.names if (r := direct[n]) is not None},
             }
         )
@@ -106,24 +107,18 @@ class AtLosses(Linearisation):
         return filled(graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
 
     def _run(self) -> tuple[Tensor, Cuts]:
+        """The training loss over cut arguments; again if some must stay whole, or are in checkpointed blocks."""
+        whole: set[int] = set()
         alone = not self._passes.problem.group.averages
-        with recomputed(alone=alone), cut_losses() as cuts:
-            return self._passes.train_loss(self._batch), cuts
-
-    def _refuse(self, cuts: Cuts, loss: Tensor, plain: Tensor | None) -> None:
-        """Raise if no loss function was found, or the passes differ."""
-        if not cuts.outputs:
-            raise EvaluationError(
-                "GaussNewton() looks for the loss functions of torch that train_loss calls with the outputs of the "
-                "model, such as F.cross_entropy or F.mse_loss; got a train_loss that calls none. Call one, or give "
-                "GaussNewton(predict, loss, rest)."
-            )
-        if plain is not None and not torch.allclose(plain, loss, rtol=1e-3, atol=1e-6):
-            raise EvaluationError(
-                "train_loss must have one value in all passes of a hypergradient; got "
-                f"{float(plain.detach()):.6g} and {float(loss.detach()):.6g}. Look for state that it changes outside "
-                "the model."
-            )
+        while True:
+            loss = None
+            with recomputed(alone=alone), cut_losses(whole) as cuts, suppress(InnerGradient):
+                loss = self._passes.train_loss(self._batch)
+            if loss is not None and not cuts.inner and not (alone and cuts.in_block):
+                return loss, cuts
+            whole |= cuts.inner
+            # Other runs of a block would not see the cuts; torch's own checkpoints keep the graph of the first.
+            alone = alone and not cuts.in_block
 
     def _second(
         self, v: Tree, weights: Sequence[Tensor], others: Sequence[Tensor]
@@ -143,6 +138,46 @@ class AtLosses(Linearisation):
     def _sum(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> Tree:
         total = filled(list(map(graph.plus, one, other)), self._weights)
         return dict(zip(self.names, total, strict=True))
+
+
+def _refuse_none(cuts: Cuts, used: bool) -> None:
+    """Raise if no loss function was found whose value reaches the training loss."""
+    if not used:
+        missed = (
+            f" It calls {named(dict.fromkeys(cuts.missed))} where that cannot be followed."
+            if cuts.missed
+            else ""
+        )
+        raise EvaluationError(
+            "GaussNewton() looks for the loss functions of torch that train_loss calls with the outputs of the "
+            "model, such as F.cross_entropy or F.mse_loss; got a train_loss that is made of none. Call one, or give "
+            f"GaussNewton(predict, loss, rest).{missed}"
+        )
+
+
+def _compare(plain: Tensor, loss: Tensor) -> None:
+    """Raise if the loss with cuts has another value than without."""
+    if not torch.allclose(plain, loss, rtol=1e-3, atol=1e-6):
+        raise EvaluationError(
+            "train_loss must have one value in all passes of a hypergradient; got "
+            f"{float(plain.detach()):.6g} and, with copies of the outputs, {float(loss.detach()):.6g}. Look for state "
+            "that it changes outside the model, or give GaussNewton(predict, loss, rest)."
+        )
+
+
+def _detail(names: Sequence[str], missed: Sequence[str]) -> str:
+    """The note of the report."""
+    found = f"outputs found at {', '.join(dict.fromkeys(names))}"
+    return f"{found}; not followed: {', '.join(dict.fromkeys(missed))}" if missed else found
+
+
+def _connected(loss: Tensor, outputs: Sequence[Tensor], slopes: Sequence[Tensor]) -> Tensor:
+    """The value of the loss with the gradient and the whole graph of the training loss, and bent in the outputs."""
+    parts = []
+    for z, s in zip(outputs, slopes, strict=True):
+        change = (z - z.detach()).masked_fill(~z.detach().isfinite(), 0.0)  # masked logits are −∞
+        parts.append((change * s).sum() + change.square().sum())
+    return loss + torch.stack([x.to(loss) for x in parts]).sum()
 
 
 def _place(number: int) -> str:

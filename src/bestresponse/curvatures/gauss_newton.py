@@ -67,7 +67,7 @@ class GaussNewton(Curvature):
 
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         if self.predict is None:
-            return AtLosses(passes, batch, passes.problem.first_time(self))
+            return AtLosses(self, passes, batch)
         return _OuterProduct(cast(Split, self), passes, batch)
 
 

@@ -23,6 +23,7 @@ from . import graph, random_state
 from .tensors import eager, will_run
 
 _active: ContextVar[bool] = ContextVar("_active", default=False)
+_inside: ContextVar[bool] = ContextVar("_inside", default=False)
 _lock, _users = Lock(), [0]
 # Calls of torch's checkpoint look here for what to call, however they have imported it.
 _RAW: Any = getattr(of_torch.checkpoint, "__wrapped__", of_torch.checkpoint)
@@ -64,11 +65,17 @@ def _called(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
     if not (_active.get() and usual and settings.get("preserve_rng_state", True) and _possible()):
         return own()
     named = {n: x for n, x in settings.items() if n not in _OPTIONS}
-    token = _active.set(False)  # a checkpoint inside the block is torch's own
+    token, nested = _active.set(False), _inside.set(True)  # a checkpoint inside the block is torch's own
     try:
         return _in_form(function, args, named, own)
     finally:
+        _inside.reset(nested)
         _active.reset(token)
+
+
+def inside_block() -> bool:
+    """Whether a block runs for the first time in this form."""
+    return _inside.get()
 
 
 def _possible() -> bool:

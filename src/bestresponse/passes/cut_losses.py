@@ -1,6 +1,6 @@
 """The loss functions of torch that a training loss calls, with their arguments cut off from the model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -8,26 +8,29 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
-from .tensors import plain
+from . import checkpoint, graph
+from .tensors import computes_as_tensor
 
-# Loss functions, and the numbers and names of the arguments in which each is jointly convex.
-_FIRST = ("input",)
+# Loss functions, and the names of the first arguments, in which each is jointly convex.
+_FIRST, _BOTH = ("input",), ("input", "target")
+_OF_LOGARITHMS = (F.nll_loss, F.kl_div)
 _CONVEX: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys(_OF_LOGARITHMS, _FIRST),
     F.cross_entropy: _FIRST,
     F.binary_cross_entropy_with_logits: _FIRST,
     F.binary_cross_entropy: _FIRST,
     F.poisson_nll_loss: _FIRST,
     F.gaussian_nll_loss: _FIRST,
     F.soft_margin_loss: _FIRST,
-    F.mse_loss: ("input", "target"),
-    F.smooth_l1_loss: ("input", "target"),
-    F.huber_loss: ("input", "target"),
+    F.multilabel_soft_margin_loss: _FIRST,
+    F.mse_loss: _BOTH,
+    F.smooth_l1_loss: _BOTH,
+    F.huber_loss: _BOTH,
 }
-# Linear in logarithms of probabilities, which are convex in the argument of log_softmax.
-_OF_LOGARITHMS = (F.nll_loss, F.kl_div)
-_LOG_SOFTMAX = (F.log_softmax, torch.log_softmax, Tensor.log_softmax)
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 @dataclass
@@ -38,70 +41,114 @@ class Cuts:
         outputs: the arguments, with the graph that made them.
         leaves: the copies, without a graph, that the loss functions were called with.
         names: the names of the loss functions.
+        numbers: the numbers of the arguments among all that could be cut.
+        inner: the numbers of arguments that must stay whole, since a later argument or a gradient depends on them.
+        missed: the names of loss functions whose arguments cannot be cut.
+        in_block: whether a checkpointed block, in the form of this library, called a loss function.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    inner: set[int] = field(default_factory=set)
+    missed: list[str] = field(default_factory=list)
+    in_block: bool = False
 
-    def leaf(self, x: Tensor, function: Any) -> Tensor:
-        """A copy of an argument without its graph."""
-        self.outputs.append(x)
-        self.leaves.append(x.detach().requires_grad_())
-        self.names.append(function.__name__)
-        return self.leaves[-1]
+    def note_inner(self, x: Tensor) -> bool:
+        """Whether a tensor depends on arguments that were cut before; these must stay whole."""
+        below = graph.leaves(x) if self.leaves else set()
+        found = {n for n, leaf in zip(self.numbers, self.leaves, strict=True) if id(leaf) in below}
+        self.inner |= found
+        return bool(found)
+
+
+class InnerGradient(Exception):
+    """A training loss takes a gradient of a loss function whose argument was cut."""
 
 
 @contextmanager
-def cut_losses() -> Iterator[Cuts]:
-    """Run loss functions of torch on copies of their arguments, in this thread.
+def cut_losses(whole: Collection[int]) -> Iterator[Cuts]:
+    """Run loss functions of torch on copies of their arguments, except on those with a number in ``whole``.
 
     Other paths from the model to the loss stay: a training loss is then a function of the copies and, past
-    them, of weights and hyperparameters.
+    them, of weights and hyperparameters. If `Cuts.inner` is not empty at the end, the run must be repeated with these
+    arguments whole.
+
+    Raises:
+        InnerGradient: the run must be repeated before it ends.
     """
-    mode = _Cutting()
+    mode = _Cutting(whole)
     with mode:
         yield mode.cuts
 
 
 class _Cutting(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, whole: Collection[int]) -> None:
         super().__init__()
-        self.cuts = Cuts()
-        self._logarithms: list[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]] = []
+        self.cuts, self._whole, self._count = Cuts(), whole, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if function in _LOG_SOFTMAX:
-            return self._log_softmax(function, args, named)
-        if function in _OF_LOGARITHMS:
-            return self._of_logarithms(function, list(args), named)
-        arguments = list(args)
+        named, arguments = dict(kwargs or {}), list(args)
+        if function in _GRADIENTS:
+            self._check_gradient(next(iter(args or named.values())))
         for number, name in enumerate(_CONVEX.get(function, ())):
             place: Any = arguments if number < len(arguments) else named
             key: Any = number if number < len(arguments) else name
-            x = place[key] if key in named or place is arguments else None
-            if _can_cut(x):
-                place[key] = self.cuts.leaf(x, function)
+            if place is arguments or key in named:
+                place[key] = self._cut(place[key], function)
         return function(*arguments, **named)
 
-    def _log_softmax(self, function: Any, args: Any, named: dict[str, Any]) -> Any:
-        result = function(*args, **named)
-        if args and _can_cut(args[0]):
-            again = lambda x: function(x, *args[1:], **named)  # noqa: E731
-            self._logarithms.append((result, args[0], again))
-        return result
+    def _check_gradient(self, outputs: Any) -> None:
+        of = [outputs] if isinstance(outputs, Tensor) else outputs
+        depends = [self.cuts.note_inner(x) for x in of if isinstance(x, Tensor)]
+        if any(depends):
+            raise InnerGradient
 
-    def _of_logarithms(self, function: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-        place: Any = arguments if arguments else named
-        key: Any = 0 if arguments else "input"
-        for result, x, again in self._logarithms:
-            if place[key] is result:
-                place[key] = again(self.cuts.leaf(x, function))
-                break
-        return function(*arguments, **named)
+    def _cut(self, x: Any, function: Any) -> Any:
+        """The argument that the loss function gets."""
+        if not _moves(x):
+            return x
+        dim = _dim_of_classes(x, function) if function in _OF_LOGARITHMS else 0
+        if not _is_plain(x) or dim is None:
+            self.cuts.missed.append(function.__name__)
+            return x
+        number, self._count = self._count, self._count + 1
+        if number in self._whole:
+            return x
+        self.cuts.note_inner(x)
+        self.cuts.in_block |= checkpoint.inside_block()
+        leaf = x.detach().requires_grad_()
+        self.cuts.outputs.append(x)
+        self.cuts.leaves.append(leaf)
+        self.cuts.names.append(function.__name__)
+        self.cuts.numbers.append(number)
+        # The loss is linear in logarithms of probabilities x. As log_softmax(x) = x, it is a convex function of x that
+        # has the same Gauss-Newton matrix as one of the logits: H of the cross-entropy takes a shift of x to zero.
+        return torch.log_softmax(leaf, dim) if function in _OF_LOGARITHMS else leaf
 
 
-def _can_cut(x: Any) -> TypeGuard[Tensor]:
-    """Whether a tensor with a graph is a plain one, outside of transforms."""
-    return isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad and plain([x])
+def _moves(x: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with a graph, also inside a transform of torch.func."""
+    if not isinstance(x, Tensor) or not torch.is_grad_enabled():
+        return False
+    while not x.requires_grad and _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return bool(x.requires_grad)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor computes as torch's own, and no transform is active."""
+    return computes_as_tensor(type(x)) and not torch._C._are_functorch_transforms_active()
+
+
+def _dim_of_classes(x: Tensor, function: Any) -> int | None:
+    """The dimension along which x has logarithms of probabilities; None if there is none."""
+    if not _is_plain(x) or x.numel() == 0:
+        return None
+    own = min(1, x.ndim - 1)
+    near = 1e-3 if torch.finfo(x.dtype).eps < 1e-6 else 5e-2
+    for dim in (own,) if function is F.nll_loss else (x.ndim - 1, own, 0):
+        if x.ndim and float(torch.logsumexp(x.detach(), dim).abs().max()) <= near:
+            return dim
+    return None

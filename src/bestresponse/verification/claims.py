@@ -140,7 +140,8 @@ def _values(
     def values() -> Tree:
         found = gradient(passes.train_loss(trial.train), inputs)
         pushed = system.outputs() if outputs else []
-        return found | {f"output {i}": x.detach() for i, x in enumerate(pushed)}
+        # Copies, since an output may be a view of a weight, which moves.
+        return found | {f"output {i}": x.detach().clone() for i, x in enumerate(pushed)}
 
     return values
 
