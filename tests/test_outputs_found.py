@@ -248,6 +248,76 @@ def test_a_loss_function_that_is_only_logged_does_not_count():
         br.hypergradient(problem, values(), values(), br.Implicit(curvature=br.GaussNewton()))
 
 
+def test_a_loss_function_without_effect_is_left_out():
+    def logged(m, h, b):
+        F.mse_loss(m[0](b[0]), torch.zeros(len(b[0]), 8))
+        return entropy(m(b[0]), b) + h(m)
+
+    model = network()
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    problem = br.Problem(model, decay, logged, lambda m, h, b: entropy(m(b[0]), b))
+    agrees(problem, br.GaussNewton(lambda m, h, b: m(b[0]), entropy, decay), classes(), classes())
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_logarithms_of_equal_probabilities_have_the_dimension_of_their_log_softmax(dim):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 9))
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    x, targets = torch.randn(12, 5), torch.randn(12, 3, 3).softmax(dim)
+    fit = lambda o, b: F.kl_div(o.view(-1, 3, 3).log_softmax(dim), b[1], reduction="batchmean")  # noqa: E731
+    problem, given = decayed(model, fit)
+    agrees(problem, given, (x, targets), (x.flip(0), targets))
+
+
+def test_lassos_in_blocks_beside_loss_functions_inside_each_other():
+    def in_block(m, x, y):
+        return checkpoint(
+            lambda x: (F.cross_entropy(m(x), y, reduction="none"), 0.01 * m[0].weight.abs().sum()),
+            x,
+            use_reentrant=False,
+        )
+
+    def losses(m, b):
+        (first, one), (second, other) = in_block(m, b[0], b[1]), in_block(m, b[0] + 0.1, b[1])
+        return second - first, one + other
+
+    def fit(outputs, b):
+        return F.binary_cross_entropy_with_logits(outputs[0], torch.ones(len(b[1]))) + F.mse_loss(
+            outputs[1], b[2]
+        )
+
+    model, train = network(), (*classes(), torch.randn(24, 3))
+    decay = br.hyperparameters.WeightDecay(model, initial=0.1)
+    loss = lambda m, h, b: fit((losses(m, b)[0], m(2 * b[0])), b) + losses(m, b)[1] + h(m)  # noqa: E731
+    problem = br.Problem(model, decay, loss, lambda m, h, b: entropy(m(b[0]), b))
+    given = br.GaussNewton(
+        lambda m, h, b: (losses(m, b)[0], m(2 * b[0])), fit, lambda m, h, b: losses(m, b)[1] + h(m)
+    )
+    agrees(problem, given, train, train)
+
+
+class Padded(nn.Module):
+    """Embeddings whose norm is zero where words are missing."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 2)
+
+    def forward(self, x):
+        e = self.words(x)
+        return torch.cat([self.last(e), e.norm(dim=-1, keepdim=True) * self.last.weight.sum()], -1)
+
+
+def test_norms_at_zero_are_allowed_where_targets_are_ignored():
+    torch.manual_seed(0)
+    x = torch.randint(1, 9, (24,))
+    x[::4] = 0
+    y = torch.randint(3, (24,)).masked_fill(x == 0, -100)
+    problem, given = decayed(Padded(), entropy)
+    agrees(problem, given, (x, y), (x, y))
+
+
 def test_a_loss_function_that_cannot_be_followed_is_noted():
     def of_each(o, b):
         return F.cross_entropy(o, b[1]) + 0.1 * torch.vmap(F.mse_loss)(o, torch.ones_like(o)).mean()
@@ -260,20 +330,21 @@ def test_a_loss_function_that_cannot_be_followed_is_noted():
 class InBlock(nn.Module):
     """The loss within a checkpointed block, with the head or with the whole network."""
 
-    def __init__(self, whole):
+    def __init__(self, whole, function):
         super().__init__()
-        self.body, self.whole = network(), whole
+        self.body, self.whole, self.function = network(), whole, function
 
     def forward(self, x, y):
         if self.whole:
-            return checkpoint(lambda x: F.cross_entropy(self.body(x), y), x, use_reentrant=False)
+            return checkpoint(lambda x: self.function(self.body(x), y), x, use_reentrant=False)
         hidden = self.body[:-1](x)
-        return checkpoint(lambda h: F.cross_entropy(self.body[-1](h), y), hidden, use_reentrant=False)
+        return checkpoint(lambda h: self.function(self.body[-1](h), y), hidden, use_reentrant=False)
 
 
+@pytest.mark.parametrize("function", [F.cross_entropy, lambda z, y: F.nll_loss(z.log_softmax(1), y)])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_loss_function_may_be_in_a_checkpointed_block(whole):
-    model = InBlock(whole)
+def test_a_loss_function_may_be_in_a_checkpointed_block(whole, function):
+    model = InBlock(whole, function)
     decay = br.hyperparameters.WeightDecay(model, initial=0.1)
     problem = br.Problem(model, decay, lambda m, h, b: m(*b) + h(m), lambda m, h, b: m(*b))
     agrees(problem, br.GaussNewton(lambda m, h, b: m.body(b[0]), entropy, decay), classes(), classes())
@@ -298,19 +369,36 @@ def attacked(m, b):
     return b[0] + 0.1 * slope.sign()
 
 
-def test_a_gradient_inside_the_loss_is_that_of_the_model():
+def sloped(m, b):
+    """The size of the slopes of the loss in the inputs."""
+    x = b[0].clone().requires_grad_()
+    (g,) = torch.autograd.grad(entropy(m(x), b), x, create_graph=True)
+    return g.square().mean()
+
+
+def caught(m, b):
+    try:
+        return sloped(m, b)
+    except br.Error:
+        return 0.0
+
+
+@pytest.mark.parametrize("term", [lambda m, b: entropy(m(attacked(m, b)), b), sloped, caught])
+def test_a_gradient_of_a_loss_function_inside_the_loss_is_refused(term):
     model = network()
     decay = br.hyperparameters.WeightDecay(model, initial=0.1)
-    loss = lambda m, h, b: entropy(m(attacked(m, b)), b) + h(m)  # noqa: E731
+    loss = lambda m, h, b: entropy(m(b[0]), b) + term(m, b) + h(m)  # noqa: E731
     problem = br.Problem(model, decay, loss, lambda m, h, b: entropy(m(b[0]), b))
-    given = br.GaussNewton(lambda m, h, b: m(attacked(m, b)), entropy, decay)
-    agrees(problem, given, classes(), classes())
+    modes = torch._C._len_torch_function_stack()
+    with pytest.raises(br.Error, match=r"takes a gradient of a loss function.*GaussNewton\(predict"):
+        br.hypergradient(problem, classes(), classes(), br.Implicit(curvature=br.GaussNewton()))
+    assert torch._C._len_torch_function_stack() == modes
 
 
-def test_a_penalty_of_a_gradient_of_the_loss_is_the_rest():
+def test_a_gradient_of_the_outputs_inside_the_loss_is_allowed():
     def slopes(m, h, b):
         x = b[0].clone().requires_grad_()
-        (g,) = torch.autograd.grad(entropy(m(x), b), x, create_graph=True)
+        (g,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
         return h[0].exp() * g.square().mean()
 
     model, hyper = network(), nn.ParameterList([torch.tensor(-1.0)])

@@ -8,10 +8,13 @@ product leaves out only the curvature of z:
 
 where φ is differentiated with u constant. The mixed term is exact: ∂φ/∂λ, what ∂φ/∂z has through z(λ), and the part of
 ⟨Jᵀ s, v⟩ that changes with λ at constant s.
+
+Losses of logarithms z of probabilities p = exp(z) are linear in z. As z is log_softmax(z), a loss is also that of z as
+logits, with the Hessian c (diag(p) − p pᵀ) for an example, c = −Σ s; a shift of z, such as that of the logits, does
+not matter to it. A product adds this Hessian to ∂φ/∂z.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from .._tree import Tree
 from ..errors import EvaluationError, named
 from ..passes import graph
 from ..passes.checkpoint import recomputed
-from ..passes.cut_losses import Cuts, InnerGradient, cut_losses
+from ..passes.cut_losses import Cuts, cut_losses
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights
@@ -53,8 +56,12 @@ class AtLosses(Linearisation):
             problem.checked(curvature)
         self._outputs, self._leaves = ([xs[i] for i, _ in used] for xs in (cuts.outputs, cuts.leaves))
         self.detail = _detail([cuts.names[i] for i, _ in used], cuts.missed)
+        self._classes = [cuts.classes[i] for i, _ in used]
+        self._used = [i for i, _ in used]
         at = [s.detach() for _, s in used]
-        whole = _connected(loss, self._outputs, at)
+        self._slopes = at
+        bent = self._bent([s for _, s in used])
+        whole = _connected(loss, self._outputs, at, bent)
         self.reached = graph.leaves(whole) - {id(x) for x in self._leaves}
         self.names = reached_weights(problem, self.reached)
         graph.inspect_loss(whole)
@@ -79,29 +86,29 @@ class AtLosses(Linearisation):
         self._outputs_depend = any(graph.leaves(z) & own for z in self._outputs)
 
     def __call__(self, v: Tree) -> Tree:
-        of_outputs, of_weights, _ = self._second(v, self._weights, [])
-        return self._sum(self._pulled_back(of_outputs, self._weights), of_weights)
+        return self._product(v, [])[0]
 
     def with_mixed(self, v: Tree) -> tuple[Tree, Derivatives] | None:
         others = list(self._hyperparameters.values())
         if self._outputs_depend or not few(others, self._weights):
             return None
-        of_outputs, of_weights, mixed = self._second(v, self._weights, others)
-        product = self._sum(self._pulled_back(of_outputs, self._weights), of_weights)
+        product, mixed = self._product(v, others)
         return product, dict(zip(self._hyperparameters, mixed, strict=True))
 
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         others = list(self._hyperparameters.values())
-        of_outputs, _, total = self._second(v, [], others)
+        of_outputs, _, total = self._second(v, self.pushed(v), [], others)
         if self._outputs_depend:
             total = list(map(graph.plus, total, self._pulled_back(of_outputs, others)))
             total = list(map(graph.plus, total, graph.vector_product(self._pulled, others, v, True)))
         if last:
             self._gradient, self._pulled, self._outputs, self._leaves, self._dummies = {}, {}, [], [], []
+            self._slopes = []
         return dict(zip(self._hyperparameters, total, strict=True))
 
     def outputs(self) -> list[Tensor]:
-        return self._run()[1].outputs
+        found = self._run()[1].outputs
+        return [found[i] for i in self._used]
 
     def pushed(self, v: Tree) -> list[Tensor]:
         return filled(graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
@@ -111,33 +118,69 @@ class AtLosses(Linearisation):
         whole: set[int] = set()
         alone = not self._passes.problem.group.averages
         while True:
-            loss = None
-            with recomputed(alone=alone), cut_losses(whole) as cuts, suppress(InnerGradient):
+            with recomputed(alone=alone), cut_losses(whole) as cuts:
                 loss = self._passes.train_loss(self._batch)
-            if loss is not None and not cuts.inner and not (alone and cuts.in_block):
+            if alone and cuts.in_block:
+                # Other runs of a block would not see the cuts; torch's own checkpoints keep the graph of the first.
+                alone = False
+            elif cuts.inner:
+                whole |= cuts.inner
+            else:
                 return loss, cuts
-            whole |= cuts.inner
-            # Other runs of a block would not see the cuts; torch's own checkpoints keep the graph of the first.
-            alone = alone and not cuts.in_block
+
+    def _product(self, v: Tree, others: Sequence[Tensor]) -> tuple[Tree, Sequence[Tensor | None]]:
+        """A v, and ∂φ/∂λ for these hyperparameters."""
+        pushed = self.pushed(v)
+        of_outputs, of_weights, mixed = self._second(v, pushed, self._weights, others)
+        slopes = [a + h for a, h in zip(of_outputs, self._of_classes(pushed), strict=True)]
+        pulled = self._pulled_back(slopes, self._weights)
+        total = filled(list(map(graph.plus, pulled, of_weights)), self._weights)
+        return dict(zip(self.names, total, strict=True)), mixed
 
     def _second(
-        self, v: Tree, weights: Sequence[Tensor], others: Sequence[Tensor]
+        self, v: Tree, pushed: Sequence[Tensor], weights: Sequence[Tensor], others: Sequence[Tensor]
     ) -> tuple[list[Tensor], Sequence[Tensor | None], Sequence[Tensor | None]]:
         """∂φ/∂z, ∂φ/∂w and ∂φ/∂λ."""
-        pushed = {_place(i): u for i, u in enumerate(self.pushed(v))}
+        along = {**v, **{_place(i): u for i, u in enumerate(pushed)}}
         inputs = [*self._leaves, *weights, *others]
-        given = {n: pushed[n] if n in pushed else v[n] for n in self._gradient}
-        found = graph.vector_product(self._gradient, inputs, given, True)
+        found = graph.vector_product(self._gradient, inputs, {n: along[n] for n in self._gradient}, True)
         a, b = len(self._leaves), len(self._leaves) + len(weights)
         return filled(found[:a], self._leaves), found[a:b], found[b:]
+
+    def _of_classes(self, pushed: Sequence[Tensor]) -> list[Tensor | float]:
+        """The products of the Hessian of losses of logarithms; zero for others."""
+        found: list[Tensor | float] = []
+        for z, s, dim, u in zip(self._leaves, self._slopes, self._classes, pushed, strict=True):
+            if dim is None:
+                found.append(0.0)
+                continue
+            p, c = z.detach().exp(), -s.detach().sum(dim, keepdim=True)
+            pu = p * u
+            found.append(c * (pu - p * pu.sum(dim, keepdim=True)))
+        return found
+
+    def _bent(self, slopes: Sequence[Tensor]) -> list[Tensor] | None:
+        """Where the loss has curvature in the outputs, if they have an absolute value or a norm in their graph."""
+        if not any(n.name().startswith(("Abs", "LinalgVectorNorm")) for n in graph.nodes(self._outputs)):
+            return None
+        generator = torch.Generator().manual_seed(0)
+        along = [
+            torch.randn(z.shape, generator=generator, dtype=torch.float32, device="cpu").to(z)
+            for z in self._leaves
+        ]
+        live = [(s, u) for s, u in zip(slopes, along, strict=True) if s.requires_grad]
+        products: Sequence[Tensor | None] = [None] * len(self._leaves)
+        if live:
+            values, directions = zip(*live, strict=True)
+            products = torch.autograd.grad(
+                values, self._leaves, directions, retain_graph=True, allow_unused=True
+            )
+        own = filled(products, self._leaves)
+        return [a + h != 0 for a, h in zip(own, self._of_classes(along), strict=True)]
 
     def _pulled_back(self, slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """(∂z/∂inputs)ᵀ slopes."""
         return torch.autograd.grad(self._outputs, inputs, slopes, retain_graph=True, allow_unused=True)
-
-    def _sum(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> Tree:
-        total = filled(list(map(graph.plus, one, other)), self._weights)
-        return dict(zip(self.names, total, strict=True))
 
 
 def _refuse_none(cuts: Cuts, used: bool) -> None:
@@ -171,12 +214,16 @@ def _detail(names: Sequence[str], missed: Sequence[str]) -> str:
     return f"{found}; not followed: {', '.join(dict.fromkeys(missed))}" if missed else found
 
 
-def _connected(loss: Tensor, outputs: Sequence[Tensor], slopes: Sequence[Tensor]) -> Tensor:
-    """The value of the loss with the gradient and the whole graph of the training loss, and bent in the outputs."""
+def _connected(
+    loss: Tensor, outputs: Sequence[Tensor], slopes: Sequence[Tensor], bent: Sequence[Tensor] | None
+) -> Tensor:
+    """The value of the loss with the gradient and the whole graph of the training loss, with a bend in the outputs."""
     parts = []
-    for z, s in zip(outputs, slopes, strict=True):
+    for i, (z, s) in enumerate(zip(outputs, slopes, strict=True)):
         change = (z - z.detach()).masked_fill(~z.detach().isfinite(), 0.0)  # masked logits are −∞
-        parts.append((change * s).sum() + change.square().sum())
+        parts.append((change * s).sum())
+        if bent is not None:
+            parts.append((change.square() * bent[i]).sum())
     return loss + torch.stack([x.to(loss) for x in parts]).sum()
 
 

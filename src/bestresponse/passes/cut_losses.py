@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
+from ..errors import EvaluationError
 from . import checkpoint, graph
 from .tensors import computes_as_tensor
 
@@ -41,30 +43,28 @@ class Cuts:
         outputs: the arguments, with the graph that made them.
         leaves: the copies, without a graph, that the loss functions were called with.
         names: the names of the loss functions.
+        classes: the dimensions of arguments that are logarithms of probabilities; None for others.
         numbers: the numbers of the arguments among all that could be cut.
-        inner: the numbers of arguments that must stay whole, since a later argument or a gradient depends on them.
+        inner: the numbers of arguments that must stay whole, since a later argument depends on them.
         missed: the names of loss functions whose arguments cannot be cut.
         in_block: whether a checkpointed block, in the form of this library, called a loss function.
+        differentiated: whether the training loss took a gradient of a loss function.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    classes: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     inner: set[int] = field(default_factory=set)
     missed: list[str] = field(default_factory=list)
     in_block: bool = False
+    differentiated: bool = False
 
-    def note_inner(self, x: Tensor) -> bool:
-        """Whether a tensor depends on arguments that were cut before; these must stay whole."""
-        below = graph.leaves(x) if self.leaves else set()
-        found = {n for n, leaf in zip(self.numbers, self.leaves, strict=True) if id(leaf) in below}
-        self.inner |= found
-        return bool(found)
-
-
-class InnerGradient(Exception):
-    """A training loss takes a gradient of a loss function whose argument was cut."""
+    def below(self, x: Tensor) -> set[int]:
+        """The numbers of the arguments that were cut before, and on whose copies a tensor depends."""
+        found = graph.leaves(x) if self.leaves else set()
+        return {n for n, leaf in zip(self.numbers, self.leaves, strict=True) if id(leaf) in found}
 
 
 @contextmanager
@@ -72,15 +72,16 @@ def cut_losses(whole: Collection[int]) -> Iterator[Cuts]:
     """Run loss functions of torch on copies of their arguments, except on those with a number in ``whole``.
 
     Other paths from the model to the loss stay: a training loss is then a function of the copies and, past
-    them, of weights and hyperparameters. If `Cuts.inner` is not empty at the end, the run must be repeated with these
-    arguments whole.
+    them, of weights and hyperparameters.
 
     Raises:
-        InnerGradient: the run must be repeated before it ends.
+        EvaluationError: the training loss takes a gradient of a loss function, which would end at the copies.
     """
     mode = _Cutting(whole)
     with mode:
         yield mode.cuts
+    if mode.cuts.differentiated:  # and the training loss caught the error
+        raise _differentiated()
 
 
 class _Cutting(TorchFunctionMode):
@@ -101,31 +102,36 @@ class _Cutting(TorchFunctionMode):
 
     def _check_gradient(self, outputs: Any) -> None:
         of = [outputs] if isinstance(outputs, Tensor) else outputs
-        depends = [self.cuts.note_inner(x) for x in of if isinstance(x, Tensor)]
-        if any(depends):
-            raise InnerGradient
+        if any(isinstance(x, Tensor) and self.cuts.below(x) for x in of):
+            self.cuts.differentiated = True
+            raise _differentiated()
 
     def _cut(self, x: Any, function: Any) -> Any:
         """The argument that the loss function gets."""
         if not _moves(x):
             return x
-        dim = _dim_of_classes(x, function) if function in _OF_LOGARITHMS else 0
-        if not _is_plain(x) or dim is None:
+        dim = _dim_of_classes(x, function) if function in _OF_LOGARITHMS else None
+        if not _is_plain(x) or (function in _OF_LOGARITHMS and dim is None):
             self.cuts.missed.append(function.__name__)
             return x
         number, self._count = self._count, self._count + 1
         if number in self._whole:
             return x
-        self.cuts.note_inner(x)
+        self.cuts.inner |= self.cuts.below(x)
         self.cuts.in_block |= checkpoint.inside_block()
-        leaf = x.detach().requires_grad_()
         self.cuts.outputs.append(x)
-        self.cuts.leaves.append(leaf)
+        self.cuts.leaves.append(x.detach().requires_grad_())
         self.cuts.names.append(function.__name__)
+        self.cuts.classes.append(dim)
         self.cuts.numbers.append(number)
-        # The loss is linear in logarithms of probabilities x. As log_softmax(x) = x, it is a convex function of x that
-        # has the same Gauss-Newton matrix as one of the logits: H of the cross-entropy takes a shift of x to zero.
-        return torch.log_softmax(leaf, dim) if function in _OF_LOGARITHMS else leaf
+        return self.cuts.leaves[-1]
+
+
+def _differentiated() -> EvaluationError:
+    return EvaluationError(
+        "GaussNewton() cannot follow a train_loss that takes a gradient of a loss function of torch (adversarial "
+        "examples, penalties of gradients, inner steps). Give GaussNewton(predict, loss, rest), or use Hessian()."
+    )
 
 
 def _moves(x: Any) -> TypeGuard[Tensor]:
@@ -139,16 +145,23 @@ def _moves(x: Any) -> TypeGuard[Tensor]:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether a tensor computes as torch's own, and no transform is active."""
-    return computes_as_tensor(type(x)) and not torch._C._are_functorch_transforms_active()
+    return (
+        computes_as_tensor(type(x))
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad.unpack_dual(x).tangent is None  # type: ignore[no-untyped-call]
+    )
 
 
 def _dim_of_classes(x: Tensor, function: Any) -> int | None:
-    """The dimension along which x has logarithms of probabilities; None if there is none."""
-    if not _is_plain(x) or x.numel() == 0:
+    """The dimension along which x has logarithms of probabilities; None if it has none, or may have several."""
+    if not _is_plain(x) or x.numel() == 0 or x.ndim == 0:
         return None
-    own = min(1, x.ndim - 1)
-    near = 1e-3 if torch.finfo(x.dtype).eps < 1e-6 else 5e-2
-    for dim in (own,) if function is F.nll_loss else (x.ndim - 1, own, 0):
-        if x.ndim and float(torch.logsumexp(x.detach(), dim).abs().max()) <= near:
-            return dim
-    return None
+    node: Any = x.grad_fn
+    if function is F.kl_div and node is not None and node.name().startswith("LogSoftmaxBackward"):
+        saved = int(node._saved_dim)  # dimensions from the end appear as unsigned numbers
+        return (saved - 2**64 if saved >= 2**63 else saved) % x.ndim
+    eps = torch.finfo(x.dtype).eps
+    near = 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else 5e-2
+    dims = [min(1, x.ndim - 1)] if function is F.nll_loss else range(x.ndim)
+    found = [d for d in dims if float(torch.logsumexp(x.detach(), d).abs().max()) <= near]
+    return found[0] if len(found) == 1 else None
