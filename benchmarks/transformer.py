@@ -3,10 +3,11 @@
     python benchmarks/transformer.py --threads 1
 
 A GPT whose sources of data have a weight each, in the settings of `NETWORKS`. Each row runs in a fresh process. CPU
-time is the median of rounds in which a training gradient and each number of products take turns. Operations are those
-that torch's FlopCounterMode counts, for causal attention those of the whole matrix. Memory is the peak of another
-process above its memory with the network and all libraries loaded (a second derivative makes torch load sympy, 43 MiB),
-where freed memory returns to the system (MALLOC_MMAP_THRESHOLD_).
+time is the median of rounds in which a training gradient and each number of products take turns. "A step" is that of
+the series of products, "a product" the product in it alone. Operations are those that torch's FlopCounterMode counts,
+for causal attention those of the whole matrix. Memory is the peak of another process above its memory with the network
+and all libraries loaded (a second derivative makes torch load sympy, 43 MiB), where freed memory returns to the system
+(MALLOC_MMAP_THRESHOLD_).
 
 prints one table, and writes transformer.json into --out.
 """
@@ -31,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import bestresponse as br
 from bestresponse._layout import table
+from bestresponse.curvatures.several_batches import linear_system
 from bestresponse.experiments.runs import versions, write_whole
 
 WORDS, SOURCES = 2000, 4
@@ -122,6 +124,20 @@ class Work:
         method = br.Implicit(solver, chosen, estimate_error=False)
         return lambda: void(br.hypergradient(self.problem, self.train, self.val, method))
 
+    def product(self, what: str, repeats: int) -> float:
+        """The time of a product alone, in training gradients."""
+        curvature = br.GaussNewton() if what == "GaussNewton" else br.Hessian()
+        times: dict[str, list[float]] = {"gradient": [], "product": []}
+        with self.problem.undisturbed(None) as passes:
+            system = linear_system(curvature, passes, self.train)
+            v = {n: torch.randn_like(self.problem.weights[n]) for n in system.names}
+            for _ in range(3 * repeats):
+                for name, call in (("gradient", self.gradient), ("product", lambda: void(system(v)))):
+                    start = time.process_time()
+                    call()
+                    times[name].append(time.process_time() - start)
+        return statistics.median(times["product"]) / statistics.median(times["gradient"])
+
     def calls(self, what: str) -> dict[str, Callable[[], None]]:
         """A gradient, and hypergradients with each number of products, unless ``what`` is the gradient."""
         of_products = {} if what == "gradient" else {str(k): self.hypergradient(what, k) for k in PRODUCTS}
@@ -147,13 +163,19 @@ def row(size: Size, what: str, repeats: int) -> dict[str, float]:
             if number:  # the first round warms up, and verifies
                 times[name].append(time.process_time() - start)
     peak = resident() - base
+    alone = 0.0 if what == "gradient" else work.product(what, repeats)
     operations = {name: count(call) for name, call in calls.items()}
     found = {
         f"time {n}": statistics.median(t) / statistics.median(times["gradient"]) for n, t in times.items()
     }
     found |= {f"count {n}": x / operations["gradient"] for n, x in operations.items()}
     weights = sum(w.numel() for w in work.problem.weights.values())
-    return found | {"memory": peak, "seconds": statistics.median(times["gradient"]), "weights": weights}
+    return found | {
+        "product": alone,
+        "memory": peak,
+        "seconds": statistics.median(times["gradient"]),
+        "weights": weights,
+    }
 
 
 def resident() -> float:
@@ -194,14 +216,15 @@ def lines(rows: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
         alone = found["gradient"]["memory"]
         for curvature in CURVATURES[1:]:
             r = found[curvature]
-            product = (r["time 4"] - r["time 1"]) / 3
+            step = (r["time 4"] - r["time 1"]) / 3
             lines.append(
                 {
                     "network": f"{r['weights'] / 1e6:.1f} M weights, {name}",
                     "curvature": curvature,
                     **{f"K = {k}": f"{r[f'time {k}']:.1f}" for k in PRODUCTS},
-                    "fixed": f"{r['time 1'] - product:.1f}",
-                    "a product": f"{product:.2f}",
+                    "fixed": f"{r['time 1'] - step:.1f}",
+                    "a step": f"{step:.2f}",
+                    "a product": f"{r['product']:.2f}",
                     "by count": f"{(r['count 4'] - r['count 1']) / 3:.2f}",
                     "gradient": f"{alone:.0f} MiB",
                     "hypergradient": f"{r['memory']:.0f} MiB",

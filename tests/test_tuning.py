@@ -183,6 +183,7 @@ def test_what_cannot_be_tuned(words, expected, capsys):
         ("conjugate_gradient", br.Implicit(br.ConjugateGradient())),
         ("FiniteDifference()", br.Implicit(curvature=br.FiniteDifference())),
         ("Halves(Implicit())", br.Halves(br.Implicit())),
+        ("GaussNewton()", br.Implicit(curvature=br.GaussNewton())),
     ],
 )
 def test_methods_by_their_text(text, method):
@@ -194,7 +195,7 @@ def test_methods_by_their_text(text, method):
     [
         ("Unrolled", "Unrolled(steps, step_size, last=…"),
         ("Implicit(terms=3)", "wrong arguments for Implicit"),
-        ("GaussNewton()", "Setup(method=...)"),
+        ("KFAC()", "Setup(method=...)"),
         ("Unrol(3)", "Did you mean 'Unrolled'?"),
         ("__import__('os').system('true')", "knows no 'system'"),
         ("Implicit(", "Quote it"),
