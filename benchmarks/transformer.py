@@ -119,29 +119,39 @@ class Work:
 
     def hypergradient(self, curvature: str, products: int) -> Callable[[], None]:
         """A call with a Neumann series of this many products."""
-        chosen = br.GaussNewton() if curvature == "GaussNewton" else br.Hessian()
         solver = br.Neumann(products, scale=1e-3) if products else br.Identity()
-        method = br.Implicit(solver, chosen, estimate_error=False)
+        method = br.Implicit(solver, named(curvature), estimate_error=False)
         return lambda: void(br.hypergradient(self.problem, self.train, self.val, method))
 
-    def product(self, what: str, repeats: int) -> float:
+    def product(self, curvature: str, rounds: int) -> float:
         """The time of a product alone, in training gradients."""
-        curvature = br.GaussNewton() if what == "GaussNewton" else br.Hessian()
-        times: dict[str, list[float]] = {"gradient": [], "product": []}
         with self.problem.undisturbed(None) as passes:
-            system = linear_system(curvature, passes, self.train)
+            system = linear_system(named(curvature), passes, self.train)
             v = {n: torch.randn_like(self.problem.weights[n]) for n in system.names}
-            for _ in range(3 * repeats):
-                for name, call in (("gradient", self.gradient), ("product", lambda: void(system(v)))):
-                    start = time.process_time()
-                    call()
-                    times[name].append(time.process_time() - start)
-        return statistics.median(times["product"]) / statistics.median(times["gradient"])
+            times = medians({"gradient": self.gradient, "product": lambda: void(system(v))}, rounds)
+        return times["product"] / times["gradient"]
 
     def calls(self, what: str) -> dict[str, Callable[[], None]]:
         """A gradient, and hypergradients with each number of products, unless ``what`` is the gradient."""
         of_products = {} if what == "gradient" else {str(k): self.hypergradient(what, k) for k in PRODUCTS}
         return {"gradient": self.gradient, **of_products}
+
+
+def named(curvature: str) -> br.curvatures.Curvature:
+    """The curvature with this name."""
+    return br.GaussNewton() if curvature == "GaussNewton" else br.Hessian()
+
+
+def medians(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The median CPU time of each call; in each round all take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            if number:  # the first round warms up, and verifies
+                times[name].append(time.process_time() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def void(_: object) -> None:
@@ -155,27 +165,14 @@ def row(size: Size, what: str, repeats: int) -> dict[str, float]:
     work = Work(size)
     base = resident()
     calls = work.calls(what)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.process_time()
-            call()
-            if number:  # the first round warms up, and verifies
-                times[name].append(time.process_time() - start)
+    times = medians(calls, repeats)
     peak = resident() - base
-    alone = 0.0 if what == "gradient" else work.product(what, repeats)
+    alone = 0.0 if what == "gradient" else work.product(what, 3 * repeats)
     operations = {name: count(call) for name, call in calls.items()}
-    found = {
-        f"time {n}": statistics.median(t) / statistics.median(times["gradient"]) for n, t in times.items()
-    }
+    found = {f"time {n}": t / times["gradient"] for n, t in times.items()}
     found |= {f"count {n}": x / operations["gradient"] for n, x in operations.items()}
     weights = sum(w.numel() for w in work.problem.weights.values())
-    return found | {
-        "product": alone,
-        "memory": peak,
-        "seconds": statistics.median(times["gradient"]),
-        "weights": weights,
-    }
+    return found | {"product": alone, "memory": peak, "seconds": times["gradient"], "weights": weights}
 
 
 def resident() -> float:

@@ -82,14 +82,20 @@ def _names(path):
     return [next(iter(row.values())) for row in json.loads(path.read_text("utf-8"))["rows"]]
 
 
+def _shares_a_table(path):
+    """Whether another run has the same rows: then each has a column of one table."""
+    name = path.stem.partition(".")[0]
+    others = [other for other in RESULTS if other != path and other.stem.partition(".")[0] == name]
+    return any(_names(other)[:4] == _names(path)[:4] for other in others)
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_table_has_the_numbers_of_its_result(path):
     rows = json.loads(path.read_text("utf-8"))["rows"]
     name = path.stem.partition(".")[0]
     tables = [table for page in sorted(DOCS.glob("*.md")) for table in _tables(page, name)]
     compared = [found for table in tables if (found := _compared(table, rows))]
-    others = [other for other in RESULTS if other != path and other.stem.partition(".")[0] == name]
-    if not compared or any(_names(other)[:4] == _names(path)[:4] for other in others):
+    if not compared or _shares_a_table(path):
         # One of several runs, each with a column or a line of a table.
         parts = [part for table in tables for part in _parts(table)]
         compared = [found for part in parts if (found := _compared(part, rows))]
@@ -97,6 +103,18 @@ def test_a_table_has_the_numbers_of_its_result(path):
     nearest = min(compared, key=lambda found: sum(len(wrong) for _, wrong in found))
     assert any(numbers for numbers, _ in nearest)
     assert [wrong for _, wrong in nearest if wrong] == []
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_each_row_of_a_result_that_a_table_names_is_shown_with_its_numbers(path):
+    name = path.stem.partition(".")[0]
+    tables = [table for page in sorted(DOCS.glob("*.md")) for table in _tables(page, name)]
+    if _shares_a_table(path):
+        tables = [part for table in tables for part in _parts(table)]
+    lines = [(header, cells) for header, found in tables for cells in found]
+    for row in json.loads(path.read_text("utf-8"))["rows"]:
+        shown = [d for header, cells in lines if (d := _differences(header, cells, row)) is not None]
+        assert not shown or any(numbers and not wrong for numbers, wrong in shown), row
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -43,13 +43,11 @@ def agrees(problem, given, train, val, rtol=1e-12):
         assert error <= rtol * _tree.norm(expected.total), solver
 
 
-def plain(model, hyper, fit, given=None, rest=None, predict=None):
+def plain(model, hyper, fit, rest=lambda m, h, b: h(m)):
     """A loss of the outputs and a rest, and the split that says so."""
-    rest = rest or (lambda m, h, b: h(m))
-    predict = predict or (lambda m, h, b: m(b[0]))
     loss = lambda m, h, b: fit(m(b[0]), b) + rest(m, h, b)  # noqa: E731
     problem = br.Problem(model, hyper, loss, lambda m, h, b: fit(m(b[0]), b))
-    return problem, br.GaussNewton(predict, given or fit, rest)
+    return problem, br.GaussNewton(lambda m, h, b: m(b[0]), fit, rest)
 
 
 def decayed(model, fit, **settings):

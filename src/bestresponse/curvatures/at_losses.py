@@ -24,7 +24,7 @@ from .._tree import Tree
 from ..errors import EvaluationError, named
 from ..passes import graph
 from ..passes.checkpoint import recomputed
-from ..passes.cut_losses import Cuts, cut_losses
+from ..passes.cut_losses import Cut, Cuts, cut_losses
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights
@@ -45,45 +45,48 @@ class AtLosses(Linearisation):
             )
         self._passes, self._batch = passes, batch
         loss, cuts = self._run()
-        weights = list(problem.weights.values())
-        found = torch.autograd.grad(loss, [*cuts.leaves, *weights], create_graph=True, allow_unused=True)
+        leaves, weights = [cut.leaf for cut in cuts.made], list(problem.weights.values())
+        found = torch.autograd.grad(loss, [*leaves, *weights], create_graph=True, allow_unused=True)
         graph.inspect_gradient(g for g in found if g is not None)
-        slopes, past = found[: len(cuts.leaves)], found[len(cuts.leaves) :]
-        used = [(i, s) for i, s in enumerate(slopes) if s is not None]
-        _refuse_none(cuts, bool(used))
+        slopes = {i: s for i, s in enumerate(found[: len(leaves)]) if s is not None}
+        _refuse_none(cuts, bool(slopes))
         if not problem.has_checked(curvature):
             _compare(passes.train_loss(batch), loss)
             problem.checked(curvature)
-        self._outputs, self._leaves = ([xs[i] for i, _ in used] for xs in (cuts.outputs, cuts.leaves))
-        self.detail = _detail([cuts.names[i] for i, _ in used], cuts.missed)
-        self._classes = [cuts.classes[i] for i, _ in used]
-        self._used = [i for i, _ in used]
-        at = [s.detach() for _, s in used]
-        self._slopes = at
-        bent = self._bent([s for _, s in used])
-        whole = _connected(loss, self._outputs, at, bent)
-        self.reached = graph.leaves(whole) - {id(x) for x in self._leaves}
+        self._used = list(slopes)
+        used = [cuts.made[i] for i in self._used]
+        self.detail = _detail(used, cuts.missed)
+        self._outputs, self._leaves = [cut.output for cut in used], [cut.leaf for cut in used]
+        self._classes = [cut.classes for cut in used]
+        # s, and at the same time the point where Jᵀ s is differentiated.
+        self._slopes = [s.detach() for s in slopes.values()]
+        nodes = list(graph.nodes(self._outputs))
+        bent = self._bent(list(slopes.values())) if any(map(_may_be_square, nodes)) else None
+        whole = _connected(loss, self._outputs, self._slopes, bent)
+        self.reached = graph.leaves(whole) - set(map(id, self._leaves))
         self.names = reached_weights(problem, self.reached)
         graph.inspect_loss(whole)
         self.kinks = kinks.of_loss(problem, whole)
         warn_of_power_iterations(problem)
         self._weights = [problem.weights[n] for n in self.names]
         self._hyperparameters = problem.hyperparameters
-        direct = dict(zip(problem.weights, past, strict=True))
+        past = dict(zip(problem.weights, found[len(leaves) :], strict=True))
         self._gradient = graph.edges(
             {
-                **{_place(i): s for i, (_, s) in enumerate(used)},
-                **{n: r for n in self.names if (r := direct[n]) is not None},
+                **{_place(i): s for i, s in enumerate(slopes.values())},
+                **{n: r for n in self.names if (r := past[n]) is not None},
             }
         )
-        self._dummies = [s.requires_grad_() for s in at]
+        for s in self._slopes:
+            s.requires_grad_()
         pulled = torch.autograd.grad(
-            self._outputs, self._weights, self._dummies, create_graph=True, allow_unused=True
+            self._outputs, self._weights, self._slopes, create_graph=True, allow_unused=True
         )
         graph.inspect_gradient(g for g in pulled if g is not None)
         self._pulled = graph.edges({n: g for n, g in zip(self.names, pulled, strict=True) if g is not None})
-        own = {id(p) for p in self._hyperparameters.values()}
-        self._outputs_depend = any(graph.leaves(z) & own for z in self._outputs)
+        own = set(map(id, self._hyperparameters.values()))
+        below = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+        self._outputs_depend = bool(own & (below | set(map(id, self._outputs))))
 
     def __call__(self, v: Tree) -> Tree:
         return self._product(v, [])[0]
@@ -102,16 +105,15 @@ class AtLosses(Linearisation):
             total = list(map(graph.plus, total, self._pulled_back(of_outputs, others)))
             total = list(map(graph.plus, total, graph.vector_product(self._pulled, others, v, True)))
         if last:
-            self._gradient, self._pulled, self._outputs, self._leaves, self._dummies = {}, {}, [], [], []
-            self._slopes = []
+            self._gradient, self._pulled, self._outputs, self._leaves, self._slopes = {}, {}, [], [], []
         return dict(zip(self._hyperparameters, total, strict=True))
 
     def outputs(self) -> list[Tensor]:
-        found = self._run()[1].outputs
-        return [found[i] for i in self._used]
+        made = self._run()[1].made
+        return [made[i].output for i in self._used]
 
     def pushed(self, v: Tree) -> list[Tensor]:
-        return filled(graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
+        return filled(graph.vector_product(self._pulled, self._slopes, v, True), self._slopes)
 
     def _run(self) -> tuple[Tensor, Cuts]:
         """The training loss over cut arguments; again if some must stay whole, or are in checkpointed blocks."""
@@ -159,10 +161,8 @@ class AtLosses(Linearisation):
             found.append(c * (pu - p * pu.sum(dim, keepdim=True)))
         return found
 
-    def _bent(self, slopes: Sequence[Tensor]) -> list[Tensor] | None:
-        """Where the loss has curvature in the outputs, if they have an absolute value or a norm in their graph."""
-        if not any(n.name().startswith(("Abs", "LinalgVectorNorm")) for n in graph.nodes(self._outputs)):
-            return None
+    def _bent(self, slopes: Sequence[Tensor]) -> list[Tensor]:
+        """Where the loss has curvature in the outputs."""
         generator = torch.Generator().manual_seed(0)
         along = [
             torch.randn(z.shape, generator=generator, dtype=torch.float32, device="cpu").to(z)
@@ -208,10 +208,15 @@ def _compare(plain: Tensor, loss: Tensor) -> None:
         )
 
 
-def _detail(names: Sequence[str], missed: Sequence[str]) -> str:
+def _detail(used: Sequence[Cut], missed: Sequence[str]) -> str:
     """The note of the report."""
-    found = f"outputs found at {', '.join(dict.fromkeys(names))}"
+    found = f"outputs found at {', '.join(dict.fromkeys(cut.function for cut in used))}"
     return f"{found}; not followed: {', '.join(dict.fromkeys(missed))}" if missed else found
+
+
+def _may_be_square(node: Any) -> bool:
+    """Whether a node is an absolute value or a norm, whose square has a wrong second derivative at zero."""
+    return bool(node.name().startswith(("Abs", "LinalgVectorNorm")))
 
 
 def _connected(

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -35,27 +35,37 @@ _CONVEX: dict[Any, tuple[str, ...]] = {
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
-@dataclass
-class Cuts:
-    """The arguments of the loss functions, in the order of the calls.
+class Cut(NamedTuple):
+    """An argument of a loss function.
 
     Attributes:
-        outputs: the arguments, with the graph that made them.
-        leaves: the copies, without a graph, that the loss functions were called with.
-        names: the names of the loss functions.
-        classes: the dimensions of arguments that are logarithms of probabilities; None for others.
-        numbers: the numbers of the arguments among all that could be cut.
+        output: the argument, with the graph that made it.
+        leaf: the copy, without a graph, that the loss function was called with.
+        function: the name of the loss function.
+        classes: the dimension of the classes if the argument is logarithms of probabilities; else None.
+        number: its number among all arguments that could be cut.
+    """
+
+    output: Tensor
+    leaf: Tensor
+    function: str
+    classes: int | None
+    number: int
+
+
+@dataclass
+class Cuts:
+    """The arguments of the loss functions.
+
+    Attributes:
+        made: the arguments that were cut, in the order of the calls.
         inner: the numbers of arguments that must stay whole, since a later argument depends on them.
         missed: the names of loss functions whose arguments cannot be cut.
         in_block: whether a checkpointed block, in the form of this library, called a loss function.
         differentiated: whether the training loss took a gradient of a loss function.
     """
 
-    outputs: list[Tensor] = field(default_factory=list)
-    leaves: list[Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    classes: list[int | None] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
+    made: list[Cut] = field(default_factory=list)
     inner: set[int] = field(default_factory=set)
     missed: list[str] = field(default_factory=list)
     in_block: bool = False
@@ -63,8 +73,8 @@ class Cuts:
 
     def below(self, x: Tensor) -> set[int]:
         """The numbers of the arguments that were cut before, and on whose copies a tensor depends."""
-        found = graph.leaves(x) if self.leaves else set()
-        return {n for n, leaf in zip(self.numbers, self.leaves, strict=True) if id(leaf) in found}
+        found = graph.leaves(x) if self.made else set()
+        return {cut.number for cut in self.made if id(cut.leaf) in found}
 
 
 @contextmanager
@@ -110,8 +120,9 @@ class _Cutting(TorchFunctionMode):
         """The argument that the loss function gets."""
         if not _moves(x):
             return x
-        dim = _dim_of_classes(x, function) if function in _OF_LOGARITHMS else None
-        if not _is_plain(x) or (function in _OF_LOGARITHMS and dim is None):
+        of_logarithms = function in _OF_LOGARITHMS
+        dim = _dim_of_classes(x, function) if of_logarithms and _is_plain(x) else None
+        if not _is_plain(x) or (of_logarithms and dim is None):
             self.cuts.missed.append(function.__name__)
             return x
         number, self._count = self._count, self._count + 1
@@ -119,12 +130,9 @@ class _Cutting(TorchFunctionMode):
             return x
         self.cuts.inner |= self.cuts.below(x)
         self.cuts.in_block |= checkpoint.inside_block()
-        self.cuts.outputs.append(x)
-        self.cuts.leaves.append(x.detach().requires_grad_())
-        self.cuts.names.append(function.__name__)
-        self.cuts.classes.append(dim)
-        self.cuts.numbers.append(number)
-        return self.cuts.leaves[-1]
+        cut = Cut(x, x.detach().requires_grad_(), function.__name__, dim, number)
+        self.cuts.made.append(cut)
+        return cut.leaf
 
 
 def _differentiated() -> EvaluationError:
@@ -154,7 +162,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def _dim_of_classes(x: Tensor, function: Any) -> int | None:
     """The dimension along which x has logarithms of probabilities; None if it has none, or may have several."""
-    if not _is_plain(x) or x.numel() == 0 or x.ndim == 0:
+    if x.numel() == 0 or x.ndim == 0:
         return None
     node: Any = x.grad_fn
     if function is F.kl_div and node is not None and node.name().startswith("LogSoftmaxBackward"):
