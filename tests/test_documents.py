@@ -112,7 +112,8 @@ def test_each_row_of_a_result_that_a_table_names_is_shown_with_its_numbers(path)
     if _shares_a_table(path):
         tables = [part for table in tables for part in _parts(table)]
     lines = [(header, cells) for header, found in tables for cells in found]
-    for row in json.loads(path.read_text("utf-8"))["rows"]:
+    result = json.loads(path.read_text("utf-8"))
+    for row in [*result["rows"], *result.get("orders", [])]:
         shown = [d for header, cells in lines if (d := _differences(header, cells, row)) is not None]
         assert not shown or any(numbers and not wrong for numbers, wrong in shown), row
 
