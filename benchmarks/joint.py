@@ -163,7 +163,7 @@ OTHERS: dict[str, tuple[str, Callable[[Task], Tensors]]] = {
     "hypergrad, Neumann, 3 terms": ("hypergrad", lambda task: hypergrad(task, 3, SCALE)),
     "hypergrad, Neumann, 20 terms": ("hypergrad", lambda task: hypergrad(task, 20, SCALE)),
 }
-OURS = (PAPERS, "Neumann, 20 terms", "Implicit()", "Implicit(curvature=GaussNewton)", "GaussNewton, 2 steps")
+OURS = (PAPERS, "Neumann, 20 terms", "Implicit()", "GaussNewton, 2 steps")
 
 
 def race(folder: Path | None, hyper_rate: float, seeds: int, hyper_steps: int) -> list[dict[str, Any]]:

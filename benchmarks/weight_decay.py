@@ -50,11 +50,11 @@ METHODS: dict[str, Callable[[Setting], br.Method]] = {
     # As the paper met it: cold, undamped, on the Hessian, which is indefinite.
     "conjugate gradient, 20 steps": lambda setting: br.Implicit(br.ConjugateGradient(20)),
     "Implicit()": lambda setting: br.Implicit(),
+    "Implicit(curvature=Hessian())": lambda setting: br.Implicit(curvature=br.Hessian()),
     # A fixed damping keeps the scale of the hypergradients steady where batches are noisy.
     "Hessian, 4 steps, damping=0.5": lambda setting: br.Implicit(
         br.ConjugateGradient(4, damping=0.5), warm_start=True
     ),
-    "Implicit(curvature=GaussNewton())": lambda setting: br.Implicit(curvature=br.GaussNewton()),
     "GaussNewton, 2 steps": lambda setting: gauss_newton(setting, 2, damping=None),
     "GaussNewton, 2 steps, damping=0.1": lambda setting: gauss_newton(setting, 2, damping=0.1),
     "GaussNewton, 2 steps, recycle=20": lambda setting: gauss_newton(setting, 2, damping=None, recycle=20),

@@ -473,9 +473,10 @@ def test_a_warm_method_made_anew_in_a_loop_is_found_out_once():
 def test_repr_prints_the_resolved_method():
     assert repr(br.Implicit()) == (
         "Implicit(solver=ConjugateGradient(max_steps=4, tolerance=1e-06, damping=None, recycle=0, diagonal=False, "
-        "preconditioner=None), curvature=Hessian(), warm_start=True, estimate_error=True)"
+        "preconditioner=None), curvature=Automatic(), warm_start=True, estimate_error=True)"
     )
-    assert not br.Implicit(br.ConjugateGradient()).warm_start
+    given = br.Implicit(br.ConjugateGradient())
+    assert not given.warm_start and type(given.curvature) is br.Hessian
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_weight_steps_leave_the_grad_of_hyperparameters_alone():
 
 
 def test_loaders_are_cycled_independently():
-    tuner, _, _ = make()
+    tuner, _, _ = make(br.Implicit(curvature=br.Hessian()))
     seen = []
     loss = tuner.problem.train_loss
     tuner.problem.train_loss = lambda m, h, b: (seen.append(("train", b[0])), loss(m, h, b[1]))[1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..curvatures import Hessian
+from ..curvatures import Automatic, Hessian
 from ..methods import Direct, Implicit, Method, Unrolled
 from ..passes import graph, random_state
 from ..passes.forms import second_derivatives
@@ -31,8 +31,8 @@ def runs_joined(method: Method) -> bool:
     """
     if type(method) is Implicit:
         assert method.solver is not None
-        wants = method.solver.wants
-        return type(method.curvature) is Hessian and wants.preconditioner is None and not wants.fresh_batches
+        wants, exact = method.solver.wants, type(method.curvature) in (Hessian, Automatic)
+        return exact and wants.preconditioner is None and not wants.fresh_batches
     if type(method) is Unrolled:  # a setting that is a function may return a dict by weight
         settings = [getattr(x, f.name) for x in (method, method.rule) for f in fields(x)]
         return not any(callable(x) for x in settings)

@@ -1,5 +1,6 @@
 """What is A? Matrices that represent the curvature of the training loss."""
 
+from .automatic import Automatic
 from .base import Curvature, Linearisation
 from .empirical_fisher import EmpiricalFisher
 from .finite_difference import FiniteDifference
@@ -9,6 +10,7 @@ from .kfac import KFAC
 
 __all__ = [
     "KFAC",
+    "Automatic",
     "Curvature",
     "EmpiricalFisher",
     "FiniteDifference",

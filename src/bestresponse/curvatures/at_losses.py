@@ -44,7 +44,7 @@ class AtLosses(Linearisation):
                 "GaussNewton(predict, loss, rest)."
             )
         self._passes, self._batch = passes, batch
-        loss, cuts = self._run()
+        loss, cuts = _run(passes, batch)
         leaves, weights = [cut.leaf for cut in cuts.made], list(problem.weights.values())
         found = torch.autograd.grad(loss, [*leaves, *weights], create_graph=True, allow_unused=True)
         graph.inspect_gradient(g for g in found if g is not None)
@@ -109,26 +109,11 @@ class AtLosses(Linearisation):
         return dict(zip(self._hyperparameters, total, strict=True))
 
     def outputs(self) -> list[Tensor]:
-        made = self._run()[1].made
+        made = _run(self._passes, self._batch)[1].made
         return [made[i].output for i in self._used]
 
     def pushed(self, v: Tree) -> list[Tensor]:
         return filled(graph.vector_product(self._pulled, self._slopes, v, True), self._slopes)
-
-    def _run(self) -> tuple[Tensor, Cuts]:
-        """The training loss over cut arguments; again if some must stay whole, or are in checkpointed blocks."""
-        whole: set[int] = set()
-        alone = not self._passes.problem.group.averages
-        while True:
-            with recomputed(alone=alone), cut_losses(whole) as cuts:
-                loss = self._passes.train_loss(self._batch)
-            if alone and cuts.in_block:
-                # Other runs of a block would not see the cuts; torch's own checkpoints keep the graph of the first.
-                alone = False
-            elif cuts.inner:
-                whole |= cuts.inner
-            else:
-                return loss, cuts
 
     def _product(self, v: Tree, others: Sequence[Tensor]) -> tuple[Tree, Sequence[Tensor | None]]:
         """A v, and ∂φ/∂λ for these hyperparameters."""
@@ -181,6 +166,36 @@ class AtLosses(Linearisation):
     def _pulled_back(self, slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """(∂z/∂inputs)ᵀ slopes."""
         return torch.autograd.grad(self._outputs, inputs, slopes, retain_graph=True, allow_unused=True)
+
+
+def finds_outputs(curvature: Curvature, passes: Passes, batch: Any) -> bool:
+    """Whether `AtLosses` finds outputs in the training loss of a batch, at two passes without a second derivative."""
+    if passes.problem.group.sharded:
+        return False
+    try:
+        loss, cuts = _run(passes, batch)
+        _compare(passes.train_loss(batch), loss)
+    except EvaluationError:
+        return False
+    passes.problem.checked(curvature)
+    reached = graph.leaves(loss)
+    return any(id(cut.leaf) in reached for cut in cuts.made)
+
+
+def _run(passes: Passes, batch: Any) -> tuple[Tensor, Cuts]:
+    """The training loss over cut arguments; again if some must stay whole, or are in checkpointed blocks."""
+    whole: set[int] = set()
+    alone = not passes.problem.group.averages
+    while True:
+        with recomputed(alone=alone), cut_losses(whole) as cuts:
+            loss = passes.train_loss(batch)
+        if alone and cuts.in_block:
+            # Other runs of a block would not see the cuts; torch's own checkpoints keep the graph of the first.
+            alone = False
+        elif cuts.inner:
+            whole |= cuts.inner
+        else:
+            return loss, cuts
 
 
 def _refuse_none(cuts: Cuts, used: bool) -> None:

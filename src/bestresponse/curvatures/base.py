@@ -10,6 +10,7 @@ from .._tree import Tree
 from ..distributed import Group
 from ..errors import ArgumentError, ArgumentTypeError, EvaluationError
 from ..problem import Passes, Problem
+from ..solvers import Report
 from .kinks import Kinks
 
 
@@ -87,6 +88,14 @@ class Curvature(ABC):
     @abstractmethod
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         """Linearise the training gradient of ``batch`` at the present weights and hyperparameters."""
+
+    def now(self, problem: Problem) -> "Curvature":
+        """The curvature in use on this problem; another one if the curvature chooses."""
+        return self
+
+    def gives_way(self, passes: Passes, batch: Any, report: Report) -> bool:
+        """Whether a solve with this report must be made again, since the curvature has now chosen another one."""
+        return False
 
 
 def require_curvature(owner: str, value: object) -> None:

@@ -18,7 +18,7 @@ from .classification import Batch, error, output_loss, predict, train_loss, val_
 from .experiment import Count, Experiment, LogDecay, Number, Positive, Row, Tasks
 
 METHODS: dict[str, Callable[[int, float, nn.Module], br.Method]] = {
-    "implicit": lambda terms, scale, decay: br.Implicit(),
+    "implicit": lambda terms, scale, decay: br.Implicit(curvature=br.Hessian()),
     "gauss-newton": lambda terms, scale, decay: br.Implicit(
         curvature=br.GaussNewton(predict, output_loss, rest=decay)
     ),

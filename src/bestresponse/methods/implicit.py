@@ -1,13 +1,15 @@
 """The hypergradient: Algorithm 2 of the paper."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from .._tree import Tree
-from ..curvatures import Curvature, Hessian
-from ..curvatures.base import require_curvature
+from ..curvatures import Automatic, Curvature, Hessian
+from ..curvatures.base import Linearisation, require_curvature
 from ..curvatures.by_products import ByProducts
 from ..curvatures.several_batches import linear_system
 from ..errors import ArgumentError, ArgumentTypeError
@@ -42,7 +44,8 @@ class Implicit(CurvatureMethod):
     Args:
         solver: how to invert A; None is the recommended solver: conjugate gradient of at most four steps a
             call, warm-started, with automatic damping and fewer steps where batches are noisy.
-        curvature: which A to use.
+        curvature: which A to use; None is the Hessian if a solver was given, else `curvatures.Automatic`: the Hessian
+            until a solve meets negative curvature, and from then on Gauss-Newton if it can follow the training loss.
         warm_start: whether a call starts from the last solution of the same method object; None means
             True exactly when no solver was given. The first solve of a warm-started conjugate
             gradient continues after its own steps, up to 20, while the relative residual is above 0.1, below 1,
@@ -56,13 +59,15 @@ class Implicit(CurvatureMethod):
     """
 
     solver: Solver | None = None
-    curvature: Curvature = Hessian()
+    curvature: Curvature = None  # type: ignore[assignment]  # __post_init__ sets it
     warm_start: bool | None = None
     estimate_error: bool = True
 
     def __post_init__(self) -> None:
         if self.warm_start is None:
             object.__setattr__(self, "warm_start", self.solver is None)
+        if self.curvature is None:
+            object.__setattr__(self, "curvature", Hessian() if self.solver is not None else Automatic())
         if not isinstance(self.warm_start, bool):
             raise ArgumentTypeError(
                 f"Implicit.warm_start must be True, False or None; got {self.warm_start!r}."
@@ -84,13 +89,9 @@ class Implicit(CurvatureMethod):
         problem, read = passes.problem, Reading(passes, train_batch)
         calls = problem.state(self).memory.get("calls", 0) if self.warm_start else 0
         val_loss, val_gradient, direct = validation_gradient(passes, val_batch, read)
-        system = linear_system(self.curvature, passes, train_batch)
-        refuse_unreached(problem, direct, system.reached)
-        b = system.responding({n: val_gradient[n] for n in system.names})
-        del val_gradient
         with paused() as resumed:
-            products = ByProducts(system)
-            solution = self._solve(passes, train_batch, products, b, resumed)
+            system, b, products, solution = self._solved(passes, train_batch, val_gradient, direct, resumed)
+            del val_gradient
             estimates = self.estimate_error and calls % _CALLS == 0
             missing = missing_part(resumed(system.mixed), solution, b) if estimates else None
             stretch = damping_stretch(solution, b)
@@ -138,15 +139,37 @@ class Implicit(CurvatureMethod):
     def claim(self) -> Claim:
         return SecondDerivatives(self.curvature, product=not isinstance(self.solver, Identity))
 
+    def _solved(
+        self,
+        passes: Passes,
+        batch: Any,
+        gradient: Tree,
+        direct: Mapping[str, Tensor | None],
+        resumed: Callable[..., Any],
+    ) -> tuple[Linearisation, Tree, ByProducts, Solution]:
+        """The linear system and its solution; made again if the curvature gives way to another one."""
+        spent = 0
+        if self.warm_start:
+            passes.problem.meet(self)
+        while True:
+            system: Linearisation = resumed(linear_system)(self.curvature, passes, batch)
+            refuse_unreached(passes.problem, direct, system.reached)
+            b = system.responding({n: gradient[n] for n in system.names})
+            products = ByProducts(system)
+            solution = self._solve(passes, batch, products, b, resumed)
+            spent += solution.report.products
+            if not resumed(self.curvature.gives_way)(passes, batch, solution.report):
+                return system, b, products, replace(solution, report=replace(solution.report, products=spent))
+            del system, products, solution
+            passes.problem.remember(self, MethodState())
+
     def _solve(
         self, passes: Passes, batch: Any, products: ByProducts, b: Tree, resumed: Callable[..., Any]
     ) -> Solution:
         assert self.solver is not None
         problem, system = passes.problem, products.system
         state = problem.state(self)
-        if self.warm_start:
-            problem.meet(self)
-        elif self.solver.wants.start == "required":
+        if not self.warm_start and self.solver.wants.start == "required":
             problem.warn_once(
                 "cold steps",
                 f"{type(self.solver).__name__} makes a few steps a call from the last solution, which needs "

@@ -5,14 +5,14 @@ from typing import Any
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..batches import Batches
-from ..curvatures import Curvature, FiniteDifference, GaussNewton, Hessian
+from ..curvatures import Automatic, Curvature, FiniteDifference, GaussNewton, Hessian
 from ..errors import EvaluationError
 from ..hyperparameters.orthant import fitting
 from ..problem import Problem
 from ..solvers import MINRES, ConjugateGradient, Identity, Neumann, Solver
 
 _SOLVERS = (ConjugateGradient, MINRES, Neumann, Identity)
-_CURVATURES = (Hessian, GaussNewton, FiniteDifference)
+_CURVATURES = (Automatic, Hessian, GaussNewton, FiniteDifference)
 
 
 def needing_whole(solver: Solver | None, curvature: Curvature) -> object:

@@ -32,6 +32,10 @@ class Claim(ABC):
     def key(self) -> tuple[Any, str]:
         """The key of the claim: an object or a class, which is kept weakly, and a part of it."""
 
+    def now(self, problem: Problem) -> "Claim":
+        """The claim that a method makes on this problem at present."""
+        return self
+
     def skipped(self) -> str:
         """The reason why there is nothing to verify; empty if there is something."""
         return ""
@@ -63,6 +67,7 @@ def verified(problem: Problem, claim: Claim | None, train: Any, val: Any, seed: 
         return None
     if claim is None:
         return "not verified: differences can check nothing that the method claims"
+    claim = claim.now(problem)
     if why := claim.skipped() or unfit(problem):
         return f"not verified: {why}"
     thing, part = claim.key()

@@ -44,6 +44,11 @@ def tuned(name: str) -> str:
     return name + _TUNED
 
 
+def is_tuned(name: str) -> bool:
+    """Whether it is the name of a hyperparameter."""
+    return name.endswith(_TUNED)
+
+
 def together(weights: Mapping[str, Tensor], hyperparameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights and hyperparameters in one dict, by names that tell them apart."""
     return {**weights, **{tuned(n): p for n, p in hyperparameters.items()}}
@@ -57,7 +62,7 @@ def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], produ
     if names == ["A"]:
         return field(trial, names, solvable=True)
     if curvature is not None and _is_derivative_of_field(trial, curvature, products):
-        of_weights = [n for n in names if not n.endswith(_TUNED)]
+        of_weights = [n for n in names if not is_tuned(n)]
         return field(trial, of_weights, solvable=True) if of_weights else Finding("verified")
     tensors = together(trial.problem.weights, trial.problem.hyperparameters)
     sloped = [n for n in names if n in tensors] or list(tensors)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..curvatures import Curvature, Hessian, Linearisation
 from ..curvatures.several_batches import linearised
 from ..passes.checkpoint import recomputed
 from ..passes.graph import has_kinks
-from ..problem import Passes
+from ..problem import Passes, Problem
 from . import causes
 from .base import Claim, wrong_of
 from .causes import NEAR, Finding, together, tuned
@@ -56,6 +56,9 @@ class SecondDerivatives(Claim):
         if isinstance(self.curvature, Hessian):  # all of them are the same
             return Hessian, part
         return self.curvature, part
+
+    def now(self, problem: Problem) -> Claim:
+        return replace(self, curvature=self.curvature.now(problem))
 
     def skipped(self) -> str:
         return "" if self.curvature.twice else "differences replace second derivatives"
@@ -130,8 +133,9 @@ class SecondDerivatives(Claim):
         return verdict if symmetric else Verdict("wrong", [*verdict.names, "A"])
 
     def explain(self, trial: Trial, names: list[str]) -> Finding:
-        exact = self.curvature if self.curvature.exact or not self.product else None
-        return causes.cause(trial, exact, names, self.product)
+        products = self.product and self.curvature.exact
+        of_gradient = products or not self.product or all(map(causes.is_tuned, names))
+        return causes.cause(trial, self.curvature if of_gradient else None, names, products)
 
 
 def _values(
