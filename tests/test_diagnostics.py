@@ -332,8 +332,14 @@ def test_an_indefinite_hessian(every_method):
     assert float(torch.linalg.eigvalsh(dense)[0]) < 0
     found = check(problem, train, val, retrain_steps=0)
     assert any("indefinite" in text for text in of(found, "curvature", "warning"))
-    assert "GaussNewton" in found.recommendation.call
     rows = {row.method: row for row in found.rows}
+    assert found.recommendation.call.startswith("Implicit()")
+    assert not rows["Implicit()"].failed
+    decay = br.hyperparameters.WeightDecay(problem.model, per="global")
+    few = check(
+        br.Problem(problem.model, decay, problem.train_loss, problem.val_loss), train, val, retrain_steps=0
+    )
+    assert "add curvature=GaussNewton()" in few.recommendation.call
     assert {"Implicit(MINRES(20))", "Implicit(solvers.GMRES(20))"} <= rows.keys()
     assert rows["Implicit(Neumann(20))"].failed
     assert not rows["Implicit(MINRES(20))"].failed

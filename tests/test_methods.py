@@ -476,7 +476,8 @@ def test_repr_prints_the_resolved_method():
         "preconditioner=None), curvature=Automatic(), warm_start=True, estimate_error=True)"
     )
     given = br.Implicit(br.ConjugateGradient())
-    assert not given.warm_start and type(given.curvature) is br.Hessian
+    assert not given.warm_start
+    assert type(given.curvature) is br.Hessian
 
 
 # --- bad input ------------------------------------------------------------------------------------

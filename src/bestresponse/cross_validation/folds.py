@@ -39,8 +39,8 @@ class Folds(Problem):
     Folds whose batches have equal shapes run batched, by ``torch.func.vmap``, where the model allows it; other folds
     run in turn. These run in turn too: models with buffers, convolutions, layer norms or recurrent layers; modules that
     keep a count or an activation; and batches with parts other than tensors, numbers and texts. Hypergradients run
-    batched for ``Implicit(curvature=Hessian())``, `Unrolled` with settings that are numbers, and `Direct`. Each fold
-    has its own dropout masks, batched or in turn.
+    batched for ``Implicit(curvature=Hessian())``, `Unrolled` with settings that are numbers, and `Direct`, and for
+    ``Implicit()``, which then keeps the Hessian. Each fold has its own dropout masks, batched or in turn.
 
     Args:
         model: the module to copy. It is not trained itself: `Tuner.retrain` trains it on all data.

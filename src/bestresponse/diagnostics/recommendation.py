@@ -86,7 +86,7 @@ def _start_with(bench: Bench, known: Spectrum, rows: list[Row]) -> tuple[str, st
         )
         reason = f", since {first} fails here: its solve ends with {failed[first]}"
     call = f"{name}{reason}. Make it once, before the loop."
-    if known.indefinite:
+    if known.indefinite and name != "Implicit()":
         call += " If the loss is convex in the model's outputs, add curvature=GaussNewton()."
     return name, call
 

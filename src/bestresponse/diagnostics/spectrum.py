@@ -108,10 +108,9 @@ def _report_eigenvalues(bench: Bench, spectrum: Spectrum) -> None:
     if spectrum.indefinite:
         bench.add(
             "warning",
-            "the Hessian is indefinite: a Neumann series diverges, and undamped conjugate gradient stops. Use the "
-            "curvature GaussNewton() if the loss is convex in the outputs, or damping, which "
-            "Implicit() chooses automatically. MINRES and GMRES solve the indefinite system, but its solution may not "
-            "lower the validation loss.",
+            "the Hessian is indefinite: a Neumann series diverges, and undamped conjugate gradient stops. Implicit() "
+            "then takes GaussNewton() if train_loss calls a loss function of torch, and damps otherwise. MINRES and "
+            "GMRES solve the indefinite system, but its solution may not lower the validation loss.",
         )
     if spectrum.singular:
         bench.add(
