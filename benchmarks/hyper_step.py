@@ -108,12 +108,13 @@ NETWORKS = {
     "adapters, 8 × 128 tokens, checkpoints, in pieces": Network(CheckpointedAdapters, LORA, 4),
 }
 OWN = "Implicit()"
-# The two after it have the passes of Implicit() with a warm start, at fixed numbers of products.
+# The others have fixed numbers of products.
 METHODS: dict[str, Callable[["Training"], br.Method]] = {
     OWN: lambda _: br.Implicit(),
+    "GaussNewton, 4 steps": lambda t: t.conjugate(4, br.GaussNewton()),
+    "GaussNewton, 2 steps": lambda t: t.conjugate(2, br.GaussNewton()),
     "conjugate gradient, 4 steps": lambda t: t.conjugate(4, br.Hessian()),
     "conjugate gradient, 1 step": lambda t: t.conjugate(1, br.Hessian()),
-    "GaussNewton, 2 steps": lambda t: t.conjugate(2, br.GaussNewton()),
     "T1 - T2": lambda _: br.Implicit(br.Identity()),
     "SAMA": lambda _: br.SAMA(),
 }

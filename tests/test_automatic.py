@@ -113,7 +113,7 @@ def test_a_batch_without_a_loss_function_has_its_hessian():
     sometimes = lambda o, y: F.cross_entropy(o, y) if len(y) == 24 else by_hand(o, y)  # noqa: E731
     problem, method = problem_of(sometimes), br.Implicit()
     _, h, after = calls(problem, [classes(), classes(20), classes()], method)
-    assert "the Hessian of this batch: GaussNewton() looks for" in h.solve.detail
+    assert "the Hessian for a batch: GaussNewton() looks for" in h.solve.detail
     assert after.solve.detail.startswith("Gauss-Newton, since")
 
 
@@ -178,7 +178,7 @@ def test_both_halves_share_the_choice():
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_folds_that_run_batched_keep_the_hessian(batched):
+def test_folds_keep_the_hessian(batched):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     hyper = br.hyperparameters.WeightDecay(model, initial=1e-3)
@@ -189,10 +189,179 @@ def test_folds_that_run_batched_keep_the_hessian(batched):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         h = br.hypergradient(folds, pair, pair, method)
-    assert ("Gauss-Newton" in h.solve.detail) is not batched
+    assert h.solve.indefinite
+    assert "Gauss-Newton" not in h.solve.detail
 
 
 def test_a_solver_that_is_given_has_the_hessian():
     assert type(br.Implicit(br.Neumann(3)).curvature) is br.Hessian
     assert type(br.Implicit().curvature) is br.curvatures.Automatic
     assert type(br.Implicit(warm_start=False).curvature) is br.curvatures.Automatic
+
+
+class Lossy(torch.autograd.Function):
+    """x⁴ / 4, whose backward pass has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x.detach()
+        return x**4 / 4
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.x**3
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+def fits(m, h, b):
+    return F.cross_entropy(m(b[0]), b[1])
+
+
+def penalised(m, h, b):
+    return fits(m, h, b) + h["a"].exp() * sum(Lossy.apply(w).sum() for w in m.parameters())
+
+
+def of_lossy_values(m, h, b):
+    values = F.cross_entropy(m(b[0]), b[1], reduction="none")
+    return (h["a"].exp() * Lossy.apply(values)).mean() + 0.1 * m[0].weight.square().sum()
+
+
+SPLITS = {
+    penalised: br.GaussNewton(
+        lambda m, h, b: m(b[0]),
+        lambda o, b: F.cross_entropy(o, b[1]),
+        lambda m, h, b: penalised(m, h, b) - fits(m, h, b),
+    ),
+    of_lossy_values: br.GaussNewton(
+        lambda m, h, b: (m(b[0]), h["a"]),
+        lambda o, b: (o[1].exp() * Lossy.apply(F.cross_entropy(o[0], b[1], reduction="none"))).mean(),
+        lambda m, h, b: 0.1 * m[0].weight.square().sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", [penalised, of_lossy_values])
+@pytest.mark.parametrize("way", ["default", "found", "given", "by difference"])
+def test_a_lost_derivative_past_the_network_is_refused(loss, way):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    hyper = nn.ParameterDict({"a": nn.Parameter(torch.tensor(0.0))})
+    problem, batch, split = br.Problem(model, hyper, loss, fits), classes(), SPLITS[loss]
+    curvature = {
+        "default": None,
+        "found": br.GaussNewton(),
+        "given": split,
+        "by difference": br.GaussNewton(split.predict, split.loss),
+    }[way]
+    with pytest.raises(br.Error, match="Lossy"):
+        br.hypergradient(problem, batch, batch, br.Implicit(curvature=curvature))
+
+
+def reversed_features(m, h, b):
+    features = torch.tanh(m[0](b[0]))
+    other = F.cross_entropy(m[2](Reversal.apply(features)), 2 - b[1])
+    return F.cross_entropy(m[2](features), b[1]) + h["a"].exp() * other
+
+
+def detached_inside(m, h, b):
+    z = torch.tanh(m[0](b[0]))
+    return F.cross_entropy(m[2](z + h["a"] * z.detach().cos()), b[1])
+
+
+def detached_weights(m, h, b):
+    losses = F.cross_entropy(m(b[0]), b[1], reduction="none")
+    return ((h["a"] * losses.detach()).sigmoid() * losses).mean()
+
+
+@pytest.mark.parametrize("field", [reversed_features, detached_inside, detached_weights])
+@pytest.mark.parametrize("curvature", [None, br.Hessian(), br.GaussNewton()], ids=repr)
+def test_a_field_that_is_no_gradient_is_warned_of(field, curvature):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    hyper = nn.ParameterDict({"a": nn.Parameter(torch.tensor(-1.0))})
+    train = lambda m, h, b: field(m, h, b) + 1e-3 * sum(w.square().sum() for w in m.parameters())  # noqa: E731
+    problem, batch, method = (
+        br.Problem(model, hyper, train, fits),
+        classes(),
+        br.Implicit(curvature=curvature),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = calls(problem, [batch] * 3, method)
+    assert any("not the gradient of train_loss" in str(w.message) for w in caught)
+    assert all("not the gradient" in h.verification for h in found)
+
+
+def test_influence_does_not_depend_on_earlier_calls():
+    problem, pieces = problem_of(), [classes() for _ in range(2)]
+    used = br.Implicit()
+    br.hypergradient(problem, pieces[0], pieces[0], used)
+    assert problem.state(used.curvature).memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ways = (used, br.Implicit(), br.Implicit(curvature=br.Hessian()))
+        scores = [br.influence(problem, pieces, [pieces[0]], way).scores for way in ways]
+        noted = br.influence(problem, pieces, [pieces[0]], br.Implicit(curvature=br.GaussNewton()))
+    for name, expected in scores[2].items():
+        assert torch.equal(scores[0][name], expected)
+        assert torch.equal(scores[1][name], expected)
+    assert "outputs found at cross_entropy" in noted.solves[0].detail
+
+
+def test_batches_of_both_kinds_are_noted():
+    torch.manual_seed(1)
+    sometimes = lambda o, y: F.cross_entropy(o, y) if len(y) == 24 else by_hand(o, y)  # noqa: E731
+    for recompute in (False, True):
+        batches = br.Batches([classes(), classes(20)], weights=[24, 20], recompute=recompute)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            h = br.hypergradient(problem_of(sometimes), batches, classes(), br.Implicit())
+        assert "Gauss-Newton, since" in h.solve.detail
+        assert "the Hessian for a batch" in h.solve.detail
+        assert h.verification == "verified"
+
+
+def test_halves_never_mix_two_curvatures():
+    """The solve of the second half alone meets the negative curvature, along the second weight."""
+    model, hyper = (
+        nn.ParameterDict({"w": torch.tensor([0.5, 0.1])}),
+        nn.ParameterDict({"a": torch.tensor([-1.0, 0.5])}),
+    )
+
+    def train_loss(m, h, b):
+        outputs = torch.stack([m["w"][0], m["w"][1].square() / 2])
+        return F.mse_loss(outputs, b) + (h["a"].exp() * m["w"].square()).sum()
+
+    problem = br.Problem(model, hyper, train_loss, lambda m, h, b: (b @ m["w"]).square().mean())
+    train, rows = torch.tensor([1.0, 9.0]), torch.eye(2).repeat(3, 1)
+    methods = br.Implicit(), br.Implicit()
+    for method, half, meets in zip(methods, (rows[0::2], rows[1::2]), (False, True), strict=True):
+        br.hypergradient(problem, train, half, method)
+        assert bool(problem.state(method.curvature).memory) is meets
+    found = br.hypergradient(problem, train, rows, br.Halves(br.Implicit()))
+    expected = br.hypergradient(problem, train, rows, br.Halves(br.Implicit(curvature=br.GaussNewton())))
+    assert torch.equal(totals(found), totals(expected))
+    assert found.solve.products > expected.solve.products
+    assert "Gauss-Newton, since" in found.solve.detail
+
+
+def test_an_argument_that_is_detached_in_place_is_an_error_of_the_library():
+    def detaching(m, h, b):
+        outputs = m(b[0])
+        loss = F.cross_entropy(outputs, b[1])
+        outputs.detach_()
+        return loss + h(m)
+
+    problem, batch = problem_of(), classes()
+    problem.train_loss = detaching
+    with pytest.raises(br.Error, match="detach"):
+        br.hypergradient(problem, batch, batch, br.Implicit(curvature=br.GaussNewton()))

@@ -15,6 +15,9 @@ Part = tuple["Problem", Any, Any, int | None]
 class Undivided:
     """The answers of a problem over one copy of the weights; `cross_validation.Folds` has others."""
 
+    # Whether `Implicit()` keeps the Hessian, so that copies of the weights have one answer, batched or in turn.
+    keeps_curvature = False
+
     @property
     def singles(self) -> "Sequence[Problem]":
         """The problems with one copy of the weights: this problem alone, or one for each fold."""

@@ -39,8 +39,8 @@ class Folds(Problem):
     Folds whose batches have equal shapes run batched, by ``torch.func.vmap``, where the model allows it; other folds
     run in turn. These run in turn too: models with buffers, convolutions, layer norms or recurrent layers; modules that
     keep a count or an activation; and batches with parts other than tensors, numbers and texts. Hypergradients run
-    batched for ``Implicit(curvature=Hessian())``, `Unrolled` with settings that are numbers, and `Direct`, and for
-    ``Implicit()``, which then keeps the Hessian. Each fold has its own dropout masks, batched or in turn.
+    batched for ``Implicit(curvature=Hessian())``, `Unrolled` with settings that are numbers, `Direct`, and
+    ``Implicit()``, which keeps the Hessian here. Each fold has its own dropout masks, batched or in turn.
 
     Args:
         model: the module to copy. It is not trained itself: `Tuner.retrain` trains it on all data.
@@ -98,8 +98,9 @@ class Folds(Problem):
             return val_loss(model, hyper, batch) / folds
 
         self.folds = [Problem(x, hyper, train_loss, share, val_mode, verify) for x in copies]
+        self.keeps_curvature = True
         for fold in self.folds:  # a warning about one fold is true for all, and so is a verification
-            fold._warned, fold._verified = self._warned, self.folds[0]._verified
+            fold.keeps_curvature, fold._warned, fold._verified = True, self._warned, self.folds[0]._verified
         # Whether a loss runs batched: known after its first two folds with equal shapes.
         own = {id(x) for x in model.buffers()} - {id(x) for x in hyper.buffers()}
         # In a batched call, a table of weights can't check its indices, and its gradient is not sparse.

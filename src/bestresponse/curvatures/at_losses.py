@@ -14,7 +14,7 @@ logits, with the Hessian c (diag(p) − p pᵀ) for an example, c = −Σ s; a s
 not matter to it. A product adds this Hessian to ∂φ/∂z.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..passes.checkpoint import recomputed
 from ..passes.cut_losses import Cut, Cuts, cut_losses
 from ..problem import Passes
 from . import kinks
-from .base import Curvature, Linearisation, reached_weights
+from .base import Curvature, Linearisation, by_place, reached_weights
 from .by_products import Derivatives, few
 from .outputs import filled
 from .power_iteration import warn_of_power_iterations
@@ -45,6 +45,7 @@ class AtLosses(Linearisation):
             )
         self._passes, self._batch = passes, batch
         loss, cuts = _run(passes, batch)
+        self._cuts = Cuts(whole=cuts.whole, alone=cuts.alone)
         leaves, weights = [cut.leaf for cut in cuts.made], list(problem.weights.values())
         found = torch.autograd.grad(loss, [*leaves, *weights], create_graph=True, allow_unused=True)
         graph.inspect_gradient(g for g in found if g is not None)
@@ -115,11 +116,26 @@ class AtLosses(Linearisation):
     def pushed(self, v: Tree) -> list[Tensor]:
         return filled(graph.vector_product(self._pulled, self._slopes, v, True), self._slopes)
 
+    def bends(self, v: Tree) -> Tree:
+        pushed = self.pushed(v)
+        of_outputs, of_weights, _ = self._second(v, pushed, self._weights, [])
+        self._line = [(z.detach().clone(), u) for z, u in zip(self._leaves, pushed, strict=True)]
+        return by_place(of_outputs, dict(zip(self.names, filled(of_weights, self._weights), strict=True)))
+
+    def slopes(self, t: float) -> Tree:
+        values = dict(zip(self._used, (z + t * u for z, u in self._line), strict=True))
+        loss, cuts = _run(self._passes, self._batch, self._cuts, values)
+        leaves = [cuts.made[i].leaf for i in self._used]
+        found = torch.autograd.grad(loss, [*leaves, *self._weights], allow_unused=True)
+        whole = filled(found, [*leaves, *self._weights])
+        return by_place(whole[: len(leaves)], dict(zip(self.names, whole[len(leaves) :], strict=True)))
+
     def _product(self, v: Tree, others: Sequence[Tensor]) -> tuple[Tree, Sequence[Tensor | None]]:
         """A v, and ∂φ/∂λ for these hyperparameters."""
         pushed = self.pushed(v)
         of_outputs, of_weights, mixed = self._second(v, pushed, self._weights, others)
-        slopes = [a + h for a, h in zip(of_outputs, self._of_classes(pushed), strict=True)]
+        slopes = self._with_classes(of_outputs, pushed)
+        del of_outputs, pushed  # as large as the outputs
         pulled = self._pulled_back(slopes, self._weights)
         total = filled(list(map(graph.plus, pulled, of_weights)), self._weights)
         return dict(zip(self.names, total, strict=True)), mixed
@@ -134,16 +150,15 @@ class AtLosses(Linearisation):
         a, b = len(self._leaves), len(self._leaves) + len(weights)
         return filled(found[:a], self._leaves), found[a:b], found[b:]
 
-    def _of_classes(self, pushed: Sequence[Tensor]) -> list[Tensor | float]:
-        """The products of the Hessian of losses of logarithms; zero for others."""
-        found: list[Tensor | float] = []
-        for z, s, dim, u in zip(self._leaves, self._slopes, self._classes, pushed, strict=True):
-            if dim is None:
-                found.append(0.0)
-                continue
-            p, c = z.detach().exp(), -s.detach().sum(dim, keepdim=True)
-            pu = p * u
-            found.append(c * (pu - p * pu.sum(dim, keepdim=True)))
+    def _with_classes(self, products: Sequence[Tensor], pushed: Sequence[Tensor]) -> list[Tensor]:
+        """Products, with those of the Hessian of losses of logarithms."""
+        found = []
+        for x, z, s, dim, u in zip(products, self._leaves, self._slopes, self._classes, pushed, strict=True):
+            if dim is not None:
+                p, c = z.detach().exp(), -s.detach().sum(dim, keepdim=True)
+                pu = p * u
+                x = x + c * (pu - p * pu.sum(dim, keepdim=True))
+            found.append(x)
         return found
 
     def _bent(self, slopes: Sequence[Tensor]) -> list[Tensor]:
@@ -161,7 +176,7 @@ class AtLosses(Linearisation):
                 values, self._leaves, directions, retain_graph=True, allow_unused=True
             )
         own = filled(products, self._leaves)
-        return [a + h != 0 for a, h in zip(own, self._of_classes(along), strict=True)]
+        return [x != 0 for x in self._with_classes(own, along)]
 
     def _pulled_back(self, slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """(∂z/∂inputs)ᵀ slopes."""
@@ -182,13 +197,24 @@ def finds_outputs(curvature: Curvature, passes: Passes, batch: Any) -> bool:
     return any(id(cut.leaf) in reached for cut in cuts.made)
 
 
-def _run(passes: Passes, batch: Any) -> tuple[Tensor, Cuts]:
-    """The training loss over cut arguments; again if some must stay whole, or are in checkpointed blocks."""
-    whole: set[int] = set()
-    alone = not passes.problem.group.averages
+def _run(
+    passes: Passes, batch: Any, like: Cuts | None = None, values: Mapping[int, Tensor] | None = None
+) -> tuple[Tensor, Cuts]:
+    """The training loss over cut arguments; again if some must stay whole, or are in checkpointed blocks.
+
+    ``values`` replace those of the arguments of an earlier run, which this one is ``like``.
+    """
+    whole: set[int] = set() if like is None else set(like.whole)
+    alone = not passes.problem.group.averages if like is None else like.alone
     while True:
-        with recomputed(alone=alone), cut_losses(whole) as cuts:
+        with recomputed(alone=alone), cut_losses(whole, values) as cuts:
             loss = passes.train_loss(batch)
+        cuts.alone = alone
+        if any(not cut.output.requires_grad for cut in cuts.made):
+            raise EvaluationError(
+                "GaussNewton() cannot follow a train_loss that detaches an argument of a loss function in place "
+                "(detach_()). Use detach(), or give GaussNewton(predict, loss, rest)."
+            )
         if alone and cuts.in_block:
             # Other runs of a block would not see the cuts; torch's own checkpoints keep the graph of the first.
             alone = False

@@ -25,32 +25,43 @@ class Automatic(Curvature):
 
     The choice is a part of a method's state: `Tuner.save` keeps it, and after `Problem.forget` the Hessian comes first
     again. The Hessian stays if `GaussNewton()` cannot follow the training loss, for a batch on which the loss calls no
-    loss function of torch, and in `Folds` that run batched.
+    loss function of torch, in `Folds`, and in `influence`, whose answers must not depend on earlier calls.
     """
 
     _hessian: Hessian = field(default_factory=Hessian, init=False, repr=False)
-    _gauss_newton: GaussNewton = field(default_factory=GaussNewton, init=False, repr=False)
+    _gauss_newton: "_WhereFollowed" = field(default_factory=lambda: _WhereFollowed(), init=False, repr=False)
 
     def now(self, problem: Problem) -> Curvature:
         return self._gauss_newton if problem.state(self).memory.get("gauss_newton") else self._hessian
 
+    def at_minimum(self) -> Curvature:
+        return self._hessian
+
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
-        if self.now(passes.problem) is self._hessian:
-            return self._hessian.linearise(passes, batch)
-        try:
-            system = self._gauss_newton.linearise(passes, batch)
-        except EvaluationError as error:  # nothing to follow in this batch; any other error comes again
-            system = self._hessian.linearise(passes, batch)
-            system.detail = f"the Hessian of this batch: {error}"
-            return system
-        system.detail = f"Gauss-Newton, since the Hessian had negative curvature; {system.detail}"
-        return system
+        return self.now(passes.problem).linearise(passes, batch)
 
     def gives_way(self, passes: Passes, batch: Any, report: Report) -> bool:
         problem = passes.problem
-        if not report.indefinite or len(problem.singles) > 1 or "gauss_newton" in problem.state(self).memory:
+        if not report.indefinite or problem.keeps_curvature or "gauss_newton" in problem.state(self).memory:
             return False
         first = batch.batches[0] if isinstance(batch, Batches) else batch
         follows = all(problem.group.gather(finds_outputs(self._gauss_newton, passes, first)))
         problem.remember(self, MethodState(memory={"gauss_newton": follows}))
         return follows
+
+
+@dataclass(frozen=True, eq=False)
+class _WhereFollowed(GaussNewton):
+    """`GaussNewton()`, and the Hessian for a batch whose training loss it cannot follow."""
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        try:
+            system = super().linearise(passes, batch)
+        except EvaluationError as error:
+            why = str(error)
+        else:
+            system.detail = f"Gauss-Newton, since the Hessian had negative curvature; {system.detail}"
+            return system
+        system = Hessian().linearise(passes, batch)  # outside of the handler, which would keep the graph
+        system.detail = f"the Hessian for a batch: {why}"
+        return system

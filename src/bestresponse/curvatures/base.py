@@ -1,7 +1,7 @@
 """The base class of curvatures: the training gradient, linearised at the present weights and hyperparameters."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -67,6 +67,14 @@ class Linearisation(ABC):
         """J v = ∂outputs/∂w · v, for each of `outputs`."""
         return []
 
+    def bends(self, v: Tree) -> Tree:
+        """The derivatives of `slopes` along v and J v that products use; empty if they use no others than J."""
+        return {}
+
+    def slopes(self, t: float) -> Tree:
+        """The derivatives of the loss in its outputs and past them, at the outputs z + t J v with v of `bends`."""
+        return {}
+
     def in_turn(self, first: int) -> Callable[[Tree], Tree]:
         """Products with one batch at a time: each uses the next of several batches, starting at a number."""
         raise ArgumentError(
@@ -93,9 +101,21 @@ class Curvature(ABC):
         """The curvature in use on this problem; another one if the curvature chooses."""
         return self
 
+    def at_minimum(self) -> "Curvature":
+        """The curvature where the weights are at a minimum of the training loss."""
+        return self
+
     def gives_way(self, passes: Passes, batch: Any, report: Report) -> bool:
         """Whether a solve with this report must be made again, since the curvature has now chosen another one."""
         return False
+
+
+def by_place(of_outputs: Iterable[Tensor], of_weights: Mapping[str, Tensor]) -> Tree:
+    """Derivatives of a loss in its outputs and past them, under the names of `Linearisation.slopes`."""
+    return {
+        **{f"slope of output {i}": x.detach() for i, x in enumerate(of_outputs)},
+        **{f"{n} past the outputs": x.detach() for n, x in of_weights.items()},
+    }
 
 
 def require_curvature(owner: str, value: object) -> None:

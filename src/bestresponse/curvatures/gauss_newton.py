@@ -13,10 +13,10 @@ from ..passes import graph
 from ..passes.checkpoint import recomputed
 from ..problem import Passes
 from .at_losses import AtLosses
-from .base import Curvature, Linearisation
+from .base import Curvature, Linearisation, by_place
 from .by_products import Derivatives, few
-from .outputs import filled, output_hessian, with_graph
-from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts
+from .outputs import filled, output_hessian, refilled, with_graph
+from .split_loss import OutputLoss, Predict, Rest, Split, SplitLinearisation, check_parts, rest_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,7 @@ class _OuterProduct(SplitLinearisation):
             with recomputed(alone=not passes.problem.group.averages):
                 return curvature.predict(passes.problem.model, passes.problem.hyper, batch)
 
+        self._parts = curvature, passes, batch
         self._again: Callable[[], Any] = again
         return again()
 
@@ -110,6 +111,31 @@ class _OuterProduct(SplitLinearisation):
 
     def pushed(self, v: Tree) -> list[Tensor]:
         return filled(graph.vector_product(self._pulled, self._dummies, v, True), self._dummies)
+
+    def bends(self, v: Tree) -> Tree:
+        pushed = self.pushed(v)
+        self._line = [(z.detach().clone(), u) for z, u in zip(self._outputs, pushed, strict=True)]
+        rest = self.with_rest({n: torch.zeros_like(w) for n, w in v.items()}, v)
+        return by_place([] if self._closed else self._weigh(pushed), rest)
+
+    def slopes(self, t: float) -> Tree:
+        curvature, passes, batch = self._parts
+        outputs = self._again()
+        moved = [(z + t * u).requires_grad_() for z, u in self._line]
+        fitted = curvature.loss(refilled(outputs, moved), batch)
+        found: Sequence[Tensor | None] = []
+        if not self._closed:
+            found = torch.autograd.grad(fitted, moved, allow_unused=True)
+        if curvature.rest is None:
+            fitted = curvature.loss(outputs, batch)
+        rest = rest_of(curvature, passes, batch, fitted)[0]
+        past: Sequence[Tensor | None] = [None] * len(self.weights)
+        if rest.requires_grad:
+            past = torch.autograd.grad(rest, self.weights, allow_unused=True)
+        return by_place(
+            filled(found, moved[: len(found)]),
+            dict(zip(self.names, filled(past, self.weights), strict=True)),
+        )
 
     def outer(self, v: Tree) -> Tree:
         return self._pulled_back(self._weigh(self.pushed(v)))

@@ -56,7 +56,12 @@ class MeanLinearisation(Linearisation):
                     found.append(self._parts[-1].kinks)
         self.kinks = kinks.mean(zip(found, batches.weights, strict=True))
         self.names = reached_weights(passes.problem, self.reached)
-        self.detail = self._parts[0].detail if self._parts else ""
+        self._details = dict.fromkeys(part.detail for part in self._parts)
+
+    @property
+    def detail(self) -> str:  # type: ignore[override]
+        """The notes of all batches, each once."""
+        return "; ".join(filter(None, self._details))
 
     def __call__(self, v: Tree) -> Tree:
         total = _tree.zeros_like(v)
@@ -97,6 +102,20 @@ class MeanLinearisation(Linearisation):
     def pushed(self, v: Tree) -> list[Tensor]:
         return self._of_each(lambda part: part.pushed({name: v[name] for name in part.names}))
 
+    def bends(self, v: Tree) -> Tree:
+        self._bent = list(self._parts)  # `mixed` drops the parts
+        return self._named(lambda part: part.bends({name: v[name] for name in part.names}))
+
+    def slopes(self, t: float) -> Tree:
+        return self._named(lambda part: part.slopes(t))
+
+    def _named(self, tensors: Callable[[Linearisation], Tree]) -> Tree:
+        found: Tree = {}
+        for number, part in enumerate(self._bent):
+            with self._passes.numbered(number):
+                found |= {f"{name} of batch {number}": x for name, x in tensors(part).items()}
+        return found
+
     def _of_each(self, tensors: Callable[[Linearisation], list[Tensor]]) -> list[Tensor]:
         found: list[Tensor] = []
         for number in range(len(self._batches)):
@@ -118,5 +137,5 @@ class MeanLinearisation(Linearisation):
                 yield self._parts[number]
             else:
                 part = self._curvature.linearise(self._passes, self._batches.batches[number])
-                self.detail = part.detail
+                self._details[part.detail] = None
                 yield part

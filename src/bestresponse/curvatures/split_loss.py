@@ -88,7 +88,7 @@ class SplitLinearisation(Linearisation):
             outputs = refilled(outputs, moving)
             fitted = checked_loss(f"{self._owner}.loss", curvature.loss(outputs, batch))
             self._refuse_other_paths(passes.problem.weights, fitted, moving)
-            rest, self._rest_diagonal = _rest(curvature, passes, batch, fitted)
+            rest, self._rest_diagonal = rest_of(curvature, passes, batch, fitted)
         whole = problem.group.joined(fitted + rest)
         refuse_not_finite("train_loss", whole)
         _compare(curvature, passes, batch, whole)
@@ -194,7 +194,7 @@ class SplitLinearisation(Linearisation):
         return any(id(p) in reached for p in self._hyperparameters.values())
 
 
-def _rest(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple[Tensor, Tree | None]:
+def rest_of(curvature: Split, passes: Passes, batch: Any, fitted: Tensor) -> tuple[Tensor, Tree | None]:
     """The value of the rest of the training loss, and the diagonal of its Hessian if it provides one."""
     problem = passes.problem
     rest = curvature.rest

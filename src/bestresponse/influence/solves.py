@@ -36,7 +36,7 @@ class Solves:
         solver = solver.opening() if method.warm_start else solver
         # The matrix is the same in all solves.
         self._solver = replace(solver, reuse=_ALL) if isinstance(solver, Exact | Nystrom) else solver
-        self.system = linear_system(method.curvature, passes, batch)
+        self.system = linear_system(method.curvature.at_minimum(), passes, batch)
         self._supplied = supplies(self._solver.wants, passes, batch, self.system.names)
         self._memory: dict[str, Any] = {}
 
@@ -48,7 +48,8 @@ class Solves:
             products = system.in_turn(0) if self._solver.wants.fresh_batches else system
             solution = self._solver.solve(resumed(products), b, memory=self._memory, **self._supplied)
         self._memory = dict(solution.memory)
-        return replace(solution, residual=None, memory={})
+        detail = "; ".join(filter(None, (solution.report.detail, system.detail)))
+        return replace(solution, report=replace(solution.report, detail=detail), residual=None, memory={})
 
 
 def sized(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from .. import _tree
 from ..batches import halves_of
+from ..curvatures import Curvature
 from ..errors import ArgumentTypeError
-from ..problem import Passes
+from ..memory import MethodState
+from ..problem import Passes, Problem
 from ..solvers import Report
 from ..solvers.blockwise import worst_of
 from ..verification.base import Claim
@@ -57,7 +59,13 @@ class Halves(Method):
         first = passes.problem.group.share(half, other_half, c)
         second = 1.0 - first
         one = self.method.differentiate(passes, train_batch, half)
+        chosen, spent = self._chosen(passes.problem), one.solve.products if one.solve else 0
         other = self._second.differentiate(passes, train_batch, other_half)
+        if self._chosen(passes.problem) != chosen:  # the second half's solve chose another curvature
+            passes.problem.remember(self.method, MethodState())
+            one = self.method.differentiate(passes, train_batch, half)
+            assert one.solve is not None
+            one = replace(one, solve=replace(one.solve, products=one.solve.products + spent))
         size = one.norm * other.norm
         total, direct, indirect = (
             _tree.add(_tree.scale(a, first), b, second)
@@ -72,6 +80,11 @@ class Halves(Method):
             solve=_both(one.solve, other.solve),
             agreement=_tree.dot(one.total, other.total) / size if size > 0.0 else math.nan,
         )
+
+    def _chosen(self, problem: Problem) -> list[Curvature]:
+        """The curvatures in use."""
+        parts = self.method.parts_that_remember().values()
+        return [part.now(problem) for part in parts if isinstance(part, Curvature)]
 
     def parts_that_remember(self) -> Mapping[str, object]:
         shared = self.method.parts_that_remember()

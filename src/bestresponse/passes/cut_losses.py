@@ -1,6 +1,6 @@
 """The loss functions of torch that a training loss calls, with their arguments cut off from the model."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
@@ -61,6 +61,8 @@ class Cuts:
         made: the arguments that were cut, in the order of the calls.
         inner: the numbers of arguments that must stay whole, since a later argument depends on them.
         missed: the names of loss functions whose arguments cannot be cut.
+        whole: the numbers of the arguments that were not cut.
+        alone: whether checkpointed blocks ran in the form of this library.
         in_block: whether a checkpointed block, in the form of this library, called a loss function.
         differentiated: whether the training loss took a gradient of a loss function.
     """
@@ -68,26 +70,36 @@ class Cuts:
     made: list[Cut] = field(default_factory=list)
     inner: set[int] = field(default_factory=set)
     missed: list[str] = field(default_factory=list)
+    whole: Collection[int] = ()
+    alone: bool = True
     in_block: bool = False
     differentiated: bool = False
+    # Nodes that lead to no copy; a long chain of losses is walked once.
+    _clear: set[Any] = field(default_factory=set)
 
     def below(self, x: Tensor) -> set[int]:
         """The numbers of the arguments that were cut before, and on whose copies a tensor depends."""
-        found = graph.leaves(x) if self.made else set()
-        return {cut.number for cut in self.made if id(cut.leaf) in found}
+        if x.grad_fn is None or not self.made:
+            return {cut.number for cut in self.made if cut.leaf is x}
+        walked = list(graph.nodes([x], seen=self._clear))
+        ids = {id(node.variable) for node in walked if hasattr(node, "variable")}
+        found = {cut.number for cut in self.made if id(cut.leaf) in ids} if ids else set()
+        if found:
+            self._clear.difference_update(walked)
+        return found
 
 
 @contextmanager
-def cut_losses(whole: Collection[int]) -> Iterator[Cuts]:
+def cut_losses(whole: Collection[int], values: Mapping[int, Tensor] | None = None) -> Iterator[Cuts]:
     """Run loss functions of torch on copies of their arguments, except on those with a number in ``whole``.
 
     Other paths from the model to the loss stay: a training loss is then a function of the copies and, past
-    them, of weights and hyperparameters.
+    them, of weights and hyperparameters. ``values`` replace those of copies, by their place in `Cuts.made`.
 
     Raises:
         EvaluationError: the training loss takes a gradient of a loss function, which would end at the copies.
     """
-    mode = _Cutting(whole)
+    mode = _Cutting(whole, values or {})
     with mode:
         yield mode.cuts
     if mode.cuts.differentiated:  # and the training loss caught the error
@@ -95,9 +107,9 @@ def cut_losses(whole: Collection[int]) -> Iterator[Cuts]:
 
 
 class _Cutting(TorchFunctionMode):
-    def __init__(self, whole: Collection[int]) -> None:
+    def __init__(self, whole: Collection[int], values: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self.cuts, self._whole, self._count = Cuts(), whole, 0
+        self.cuts, self._values, self._count = Cuts(whole=whole), values, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named, arguments = dict(kwargs or {}), list(args)
@@ -126,11 +138,12 @@ class _Cutting(TorchFunctionMode):
             self.cuts.missed.append(function.__name__)
             return x
         number, self._count = self._count, self._count + 1
-        if number in self._whole:
+        if number in self.cuts.whole:
             return x
         self.cuts.inner |= self.cuts.below(x)
         self.cuts.in_block |= checkpoint.inside_block()
-        cut = Cut(x, x.detach().requires_grad_(), function.__name__, dim, number)
+        value = self._values.get(len(self.cuts.made), x)
+        cut = Cut(x, value.detach().requires_grad_(), function.__name__, dim, number)
         self.cuts.made.append(cut)
         return cut.leaf
 

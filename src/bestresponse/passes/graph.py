@@ -57,9 +57,15 @@ _WAYS_OUT = (
 )
 
 
-def nodes(tensors: Iterable[Tensor], until: Iterable[Tensor] = ()) -> Iterator[Any]:
-    """Each node of the graphs that made ``tensors``, once; not those that made ``until``."""
-    seen = {x.grad_fn for x in until}
+def nodes(
+    tensors: Iterable[Tensor], until: Iterable[Tensor] = (), seen: set[Any] | None = None
+) -> Iterator[Any]:
+    """Each node of the graphs that made ``tensors``, once; not those that made ``until``.
+
+    Nodes in ``seen`` are passed over, and those that are not are added.
+    """
+    seen = set() if seen is None else seen
+    seen |= {x.grad_fn for x in until}
     pending = []
     for x in tensors:
         if x.grad_fn is not None and x.grad_fn not in seen:

@@ -65,7 +65,7 @@ def cause(trial: Trial, curvature: Curvature | None, names: Sequence[str], produ
         of_weights = [n for n in names if not is_tuned(n)]
         return field(trial, of_weights, solvable=True) if of_weights else Finding("verified")
     tensors = together(trial.problem.weights, trial.problem.hyperparameters)
-    sloped = [n for n in names if n in tensors] or list(tensors)
+    sloped = list(names) if all(n in tensors for n in names) else list(tensors)
     if wrong_slopes(trial, "train_loss", sloped[:_SLOPES], 2):
         return field(trial, names, solvable=False)
     return _lost([], names, suspects.constants(trial) + suspects.doubled_backwards(trial))

@@ -45,7 +45,8 @@ class SecondDerivatives(Claim):
 
     For an exact curvature, A v is the difference of the training gradient; this also shows its symmetry, since autograd
     gives vᵀA. For any other curvature, A is symmetric, and J v is the difference of the model's outputs, if it has
-    them. The mixed term is exact in both cases.
+    them; and the second derivatives of the loss in these outputs and past them, if it uses any, are differences of its
+    slopes. The mixed term is exact in both cases.
     """
 
     curvature: Curvature
@@ -114,6 +115,7 @@ class SecondDerivatives(Claim):
         v = {n: v[n] for n in system.names}
         claimed: Tree = {}
         outputs: Tree = {}
+        bends: Tree = {}
         symmetric = True
         if self.product:
             u = direction({n: problem.weights[n] for n in v}, problem.model, number + 100)
@@ -123,13 +125,16 @@ class SecondDerivatives(Claim):
                 claimed = product
             else:
                 outputs = {f"output {i}": x.detach() for i, x in enumerate(system.pushed(v))}
+                bends = system.bends(v)
         mixed = system.mixed(v)
         hyper = {tuned(n): or_zero(mixed[n], p) for n, p in problem.hyperparameters.items()}
-        groups = [list(claimed), list(outputs), list(hyper)]
+        groups = [list(claimed), list(outputs), list(bends), list(hyper)]
         inputs = together({n: problem.weights[n] for n in claimed}, problem.hyperparameters)
-        values = _values(trial, passes, system, inputs, bool(outputs))
+        values = _values(trial, passes, system, inputs, line if outputs else None)
         differences = Differences(values, line, sizes=scales({n: problem.weights[n] for n in claimed}))
-        verdict = differences.judge({**claimed, **outputs, **hyper}, groups, FINE if trial.exact else COARSE)
+        verdict = differences.judge(
+            {**claimed, **outputs, **bends, **hyper}, groups, FINE if trial.exact else COARSE
+        )
         return verdict if symmetric else Verdict("wrong", [*verdict.names, "A"])
 
     def explain(self, trial: Trial, names: list[str]) -> Finding:
@@ -139,13 +144,18 @@ class SecondDerivatives(Claim):
 
 
 def _values(
-    trial: Trial, passes: Passes, system: Linearisation, inputs: dict[str, Tensor], outputs: bool
+    trial: Trial, passes: Passes, system: Linearisation, inputs: dict[str, Tensor], line: Line | None
 ) -> Values:
+    """The gradient, and with a ``line`` what products with an approximate curvature are made of."""
+    here = 0.0 if line is None else line.t
+
     def values() -> Tree:
         found = gradient(passes.train_loss(trial.train), inputs)
-        pushed = system.outputs() if outputs else []
-        # Copies, since an output may be a view of a weight, which moves.
-        return found | {f"output {i}": x.detach().clone() for i, x in enumerate(pushed)}
+        if line is not None:
+            # Copies, since an output may be a view of a weight, which moves.
+            found |= {f"output {i}": x.detach().clone() for i, x in enumerate(system.outputs())}
+            found |= system.slopes(line.t - here)
+        return found
 
     return values
 

@@ -64,6 +64,11 @@ class Line:
         self._tensors, self._v = {n: tensors[n] for n in v}, v
         self._t = 0.0
 
+    @property
+    def t(self) -> float:
+        """The present point."""
+        return self._t
+
     def __enter__(self) -> Self:
         self._kept = _tree.copy(self._tensors)
         return self
