@@ -52,7 +52,7 @@ class AtLosses(Linearisation):
         slopes = {i: s for i, s in enumerate(found[: len(leaves)]) if s is not None}
         _refuse_none(cuts, bool(slopes))
         if not problem.has_checked(curvature):
-            _compare(passes.train_loss(batch), loss)
+            _compare(passes.train_loss(batch).detach(), loss)
             problem.checked(curvature)
         self._used = list(slopes)
         used = [cuts.made[i] for i in self._used]
@@ -188,8 +188,9 @@ def finds_outputs(curvature: Curvature, passes: Passes, batch: Any) -> bool:
     if passes.problem.group.sharded:
         return False
     try:
+        plain = passes.train_loss(batch).detach()
         loss, cuts = _run(passes, batch)
-        _compare(passes.train_loss(batch), loss)
+        _compare(plain, loss)
     except EvaluationError:
         return False
     passes.problem.checked(curvature)

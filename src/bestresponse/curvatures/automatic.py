@@ -40,10 +40,12 @@ class Automatic(Curvature):
     def linearise(self, passes: Passes, batch: Any) -> Linearisation:
         return self.now(passes.problem).linearise(passes, batch)
 
-    def gives_way(self, passes: Passes, batch: Any, report: Report) -> bool:
+    def doubts(self, problem: Problem, report: Report) -> bool:
+        decided = problem.keeps_curvature or "gauss_newton" in problem.state(self).memory
+        return report.indefinite and not decided
+
+    def gives_way(self, passes: Passes, batch: Any) -> bool:
         problem = passes.problem
-        if not report.indefinite or problem.keeps_curvature or "gauss_newton" in problem.state(self).memory:
-            return False
         first = batch.batches[0] if isinstance(batch, Batches) else batch
         follows = all(problem.group.gather(finds_outputs(self._gauss_newton, passes, first)))
         problem.remember(self, MethodState(memory={"gauss_newton": follows}))

@@ -105,8 +105,12 @@ class Curvature(ABC):
         """The curvature where the weights are at a minimum of the training loss."""
         return self
 
-    def gives_way(self, passes: Passes, batch: Any, report: Report) -> bool:
-        """Whether a solve with this report must be made again, since the curvature has now chosen another one."""
+    def doubts(self, problem: Problem, report: Report) -> bool:
+        """Whether a solve with this report makes the curvature look for another one, by `gives_way`."""
+        return False
+
+    def gives_way(self, passes: Passes, batch: Any) -> bool:
+        """Whether the curvature chooses another one, so that the solve must be made again."""
         return False
 
 

@@ -158,10 +158,13 @@ class Implicit(CurvatureMethod):
             products = ByProducts(system)
             solution = self._solve(passes, batch, products, b, resumed)
             spent += solution.report.products
-            if not resumed(self.curvature.gives_way)(passes, batch, solution.report):
-                return system, b, products, replace(solution, report=replace(solution.report, products=spent))
-            del system, products, solution
-            passes.problem.remember(self, MethodState())
+            if self.curvature.doubts(passes.problem, solution.report):
+                del system, products.system  # the memory of the graph, before another loss is run
+                if resumed(self.curvature.gives_way)(passes, batch):
+                    passes.problem.remember(self, MethodState())
+                    continue
+                products.system = system = resumed(linear_system)(self.curvature, passes, batch)
+            return system, b, products, replace(solution, report=replace(solution.report, products=spent))
 
     def _solve(
         self, passes: Passes, batch: Any, products: ByProducts, b: Tree, resumed: Callable[..., Any]
