@@ -2,8 +2,8 @@
 
 A part of MNIST, half to train on and half to validate: an MLP (784-128-10) on 2,000 images, and softmax regression on
 500. Batches of 128, Adam 1e-3 for the weights and 0.1 for the logarithms of the decays, five weight steps before each
-of 600 hyper-steps, `Implicit()`. Then the weights are trained again from scratch on all images, 3,000 steps, under the
-tuned decays. "watched" rows take 15 % of the images from the validation part: their loss chooses the state.
+of 600 hyper-steps, `Implicit(curvature=Hessian())`. Then the weights are trained again from scratch on all images,
+3,000 steps, under the tuned decays. "watched" rows take 15 % of the images from the validation part: their loss chooses the state.
 
     python benchmarks/shrinkage.py --setting mlp --seeds 3 --threads 1
     python benchmarks/shrinkage.py --setting softmax --seeds 3 --threads 1
@@ -81,12 +81,12 @@ def run(setting: str, way: str, seed: int, images: data.Images, steps: int, halv
         if tuner.hyper_step % WINDOW == 0:
             curve.append((tuner.hyper_step, loss_of(model, test)))
 
-    method = br.Halves() if halves else br.Implicit()
+    implicit = br.Implicit(curvature=br.Hessian())
     tuner = br.Tuner(
         problem,
         torch.optim.Adam(problem.weights.values(), 1e-3),
         torch.optim.Adam(decay.parameters(), 0.1),
-        method,
+        br.Halves(implicit) if halves else implicit,
         weight_steps=5,
         seed=seed,
         callbacks=[measure],

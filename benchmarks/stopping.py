@@ -1,9 +1,9 @@
 """Whether the agreement of two halves shows when to stop: the test loss along runs on the ten settings of
 ``bestresponse reproduce generalisation``.
 
-The many hyperparameters of each setting, free, by `Halves`. Half of the examples is for validation. A linear model is
-trained to the minimum before each of 100 hyper-steps; a network trains along, for at most 600. The table shows the test
-loss of the running weights after the first hyper-steps, where it is lowest, at the end, and where the mean agreement of
+The many hyperparameters of each setting, free, by `Halves`, with the Hessian. Half of the examples is for validation.
+A linear model is trained to the minimum before each of 100 hyper-steps; a network trains along, for at most 600. The
+table shows the test loss of the running weights after the first hyper-steps, where it is lowest, at the end, and where the mean agreement of
 25 hyper-steps first falls below 0.05 (the end if it never does).
 
     python benchmarks/stopping.py --seeds 3 --threads 1
@@ -48,7 +48,7 @@ def run(setting: Setting, seed: int) -> dict[str, Any]:
 
     train, val = split(examples, 0.5)
     if isinstance(setting, Network):
-        tuner = setting.tuner(problem, br.Halves(br.Implicit()), measure)
+        tuner = setting.tuner(problem, br.Halves(br.Implicit(curvature=br.Hessian())), measure)
         batches = setting.batches(train), setting.batches(val)
     else:
         solver = br.ConjugateGradient(max_steps=50, tolerance=1e-3)

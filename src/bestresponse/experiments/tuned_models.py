@@ -182,6 +182,7 @@ class Network(Setting):
         rate: Adam's learning rate for the weights, which falls to zero along a line.
         batch: the examples in a batch.
         weight_steps: weight steps before each hyper-step.
+        method: makes the method of a run.
     """
 
     steps: int
@@ -192,6 +193,7 @@ class Network(Setting):
     strengths: tuple[float, ...] = (0.3, 0.05)
     hyper_rate: float = 0.1
     hyper_steps: int = 1000
+    method: Callable[[], br.Method] = br.Implicit
 
     @abstractmethod
     def train_loss(self, model: Any, hyper: Any, batch: Any) -> Tensor:
@@ -221,7 +223,7 @@ class Network(Setting):
 
     def tune(self, model: nn.Module, hyper: nn.Module, examples: Data, stop: Callback, fall: Step) -> int:
         problem = self.problem(model, hyper)
-        tuner = self.tuner(problem, br.Implicit(), stop, fall)
+        tuner = self.tuner(problem, self.method(), stop, fall)
         train, val = split(examples, 0.25)
         return len(tuner.fit(self.batches(train), self.batches(val), self.hyper_steps))
 
