@@ -3,7 +3,8 @@
 A part of MNIST, half to train on and half to validate: an MLP (784-128-10) on 2,000 images, and softmax regression on
 500. Batches of 128, Adam 1e-3 for the weights and 0.1 for the logarithms of the decays, five weight steps before each
 of 600 hyper-steps, `Implicit(curvature=Hessian())`. Then the weights are trained again from scratch on all images,
-3,000 steps, under the tuned decays. "watched" rows take 15 % of the images from the validation part: their loss chooses the state.
+3,000 steps, under the tuned decays. "watched" rows take 15 % of the images from the validation part: their loss chooses
+the state.
 
     python benchmarks/shrinkage.py --setting mlp --seeds 3 --threads 1
     python benchmarks/shrinkage.py --setting softmax --seeds 3 --threads 1

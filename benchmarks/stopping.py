@@ -3,8 +3,8 @@
 
 The many hyperparameters of each setting, free, by `Halves`, with the Hessian. Half of the examples is for validation.
 A linear model is trained to the minimum before each of 100 hyper-steps; a network trains along, for at most 600. The
-table shows the test loss of the running weights after the first hyper-steps, where it is lowest, at the end, and where the mean agreement of
-25 hyper-steps first falls below 0.05 (the end if it never does).
+table shows the test loss of the running weights after the first hyper-steps, where it is lowest, at the end, and where
+the mean agreement of 25 hyper-steps first falls below 0.05 (the end if it never does).
 
     python benchmarks/stopping.py --seeds 3 --threads 1
 
