@@ -137,6 +137,7 @@ class NoisyLabels(Repeated):
             br.Problem(model, hyper, train_loss, val_loss),
             torch.optim.Adam(model.parameters(), self.weight_rate),
             torch.optim.Adam(hyper.parameters(), rate),
+            br.Implicit(curvature=br.Hessian()),
             weight_steps=self.weight_steps,
             warmup_steps=self.warmup,
             callbacks=[follow],
