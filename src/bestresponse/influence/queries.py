@@ -1,7 +1,7 @@
 """The effect of training examples on validation losses: influence functions."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ def influence(
     """
     method = Implicit(ConjugateGradient(100, tolerance=1e-3), Hessian()) if method is None else method
     questions = _checked(problem, train_batches, queries, method)
+    method = replace(method, curvature=method.curvature.at_minimum())
     require_seed("seed", seed)
     check_size(size, train_batches)
     problem.check_intact()

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ def self_influence(
     """
     method = Implicit(Exact(), Hessian()) if method is None else method
     name, table = _checked(problem, train_batches, method)
+    method = replace(method, curvature=method.curvature.at_minimum())
     require_seed("seed", seed)
     check_size(size, train_batches)
     problem.check_intact()

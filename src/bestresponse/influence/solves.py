@@ -36,7 +36,7 @@ class Solves:
         solver = solver.opening() if method.warm_start else solver
         # The matrix is the same in all solves.
         self._solver = replace(solver, reuse=_ALL) if isinstance(solver, Exact | Nystrom) else solver
-        self.system = linear_system(method.curvature.at_minimum(), passes, batch)
+        self.system = linear_system(method.curvature, passes, batch)
         self._supplied = supplies(self._solver.wants, passes, batch, self.system.names)
         self._memory: dict[str, Any] = {}
 
