@@ -6,8 +6,8 @@ Networks whose sources of data have a weight each, trained for a few steps by Ad
 checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
 ``pip install transformers peft``. "In pieces": the hyper-step's batches are `Batches` of four pieces, one of whose
 graphs is held at a time. Weight steps and hypergradients take turns in a process of their own for each row;
-times are medians, without the first call, which verifies. The number of products of `Implicit()` changes from call to
-call: its row has the means of four times as many calls. A method that refuses a network (differences of gradients in
+times and products are medians. The first call verifies, and so does the one in which `Implicit()` goes over to
+Gauss-Newton: "once" has the longest call after the first. A method that refuses a network (differences of gradients in
 bfloat16 are mostly rounding) is listed with its error. A weight step is a training gradient and Adam's step. Memory
 is the peak of another process above its memory with the network and all libraries loaded, where freed memory returns
 to the system (MALLOC_MMAP_THRESHOLD_).
@@ -165,7 +165,7 @@ def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]
     call = training.hypergradients(what)
     times: dict[str, list[float]] = {"weight step": [], what: []}
     products = []
-    for number in range((4 * repeats if what == OWN else repeats) + 1):
+    for number in range((3 * repeats if what == OWN else repeats) + 1):
         for name, run in (("weight step", training.step), (what, call)):
             start = time.process_time()
             found = run()
@@ -175,9 +175,10 @@ def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]
             products.append(found.solve.products)
     step = statistics.median(times["weight step"])
     return {
-        "time": (statistics.fmean if what == OWN else statistics.median)(times[what]) / step,
+        "time": statistics.median(times[what]) / step,
+        "once": max(times[what]) / step,
         "seconds": step,
-        "products": statistics.fmean(products) if products else 0.0,
+        "products": statistics.median(products) if products else 0.0,
         "memory": resident() - base,
         "weights": sum(w.numel() for w in training.problem.weights.values()),
     }
@@ -193,6 +194,7 @@ def lines(rows: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
             "method": what,
             "products": f"{r['products']:.2g}",
             "weight steps": f"{r['time']:.1f}",
+            "once": f"{r['once']:.1f}",
             "memory": f"{r['memory']:.0f} MiB",
             "ratio": f"{r['memory'] / found['weight step']['memory']:.1f}",
         }
