@@ -6,8 +6,8 @@ Networks whose sources of data have a weight each, trained for a few steps by Ad
 checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
 ``pip install transformers peft``. "In pieces": the hyper-step's batches are `Batches` of four pieces, one of whose
 graphs is held at a time. Weight steps and hypergradients take turns in a process of their own for each row;
-times and products are medians. The first call verifies, and so does the one in which `Implicit()` goes over to
-Gauss-Newton: "once" has the longest call after the first. A method that refuses a network (differences of gradients in
+times and products are medians of the calls after the first, which verifies. `Implicit()` is measured once it has gone
+over to Gauss-Newton; "before" has how many calls that took, and the longest of them but the first. A method that refuses a network (differences of gradients in
 bfloat16 are mostly rounding) is listed with its error. A weight step is a training gradient and Adam's step. Memory
 is the peak of another process above its memory with the network and all libraries loaded, where freed memory returns
 to the system (MALLOC_MMAP_THRESHOLD_).
@@ -152,6 +152,19 @@ class Training(Work):
         return br.Implicit(br.ConjugateGradient(steps, 0.0, damping=1.0), curvature, warm_start=True)
 
 
+def went_over(training: Training, call: Callable[[], br.Hypergradient | None]) -> list[float]:
+    """The times of the calls until one has gone over to Gauss-Newton, at most forty."""
+    took = []
+    for _ in range(40):
+        start = time.process_time()
+        found = call()
+        took.append(time.process_time() - start)
+        training.step()
+        if found is not None and found.solve is not None and "Gauss-Newton, since" in found.solve.detail:
+            break
+    return took
+
+
 def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]:
     """The measurements of one process."""
     given = NETWORKS[network]
@@ -165,7 +178,8 @@ def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]
     call = training.hypergradients(what)
     times: dict[str, list[float]] = {"weight step": [], what: []}
     products = []
-    for number in range((3 * repeats if what == OWN else repeats) + 1):
+    before = went_over(training, call) if what == OWN else [0.0]
+    for number in range(repeats + 1):
         for name, run in (("weight step", training.step), (what, call)):
             start = time.process_time()
             found = run()
@@ -176,7 +190,8 @@ def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]
     step = statistics.median(times["weight step"])
     return {
         "time": statistics.median(times[what]) / step,
-        "once": max(times[what]) / step,
+        "calls before": len(before),
+        "longest before": max(before[1:], default=0.0) / step,
         "seconds": step,
         "products": statistics.median(products) if products else 0.0,
         "memory": resident() - base,
@@ -194,7 +209,7 @@ def lines(rows: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
             "method": what,
             "products": f"{r['products']:.2g}",
             "weight steps": f"{r['time']:.1f}",
-            "once": f"{r['once']:.1f}",
+            "before": f"{r['calls before']}, {r['longest before']:.1f}" if what == OWN else "",
             "memory": f"{r['memory']:.0f} MiB",
             "ratio": f"{r['memory'] / found['weight step']['memory']:.1f}",
         }
