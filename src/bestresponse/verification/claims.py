@@ -128,13 +128,16 @@ class SecondDerivatives(Claim):
                 bends = system.bends(v)
         mixed = system.mixed(v)
         hyper = {tuned(n): or_zero(mixed[n], p) for n, p in problem.hyperparameters.items()}
-        groups = [list(claimed), list(outputs), list(bends), list(hyper)]
+        groups = [list(claimed), list(outputs), list(hyper)]
         inputs = together({n: problem.weights[n] for n in claimed}, problem.hyperparameters)
-        values = _values(trial, passes, system, inputs, line if outputs else None)
+        values = _values(trial, passes, system, inputs, bool(outputs))
         differences = Differences(values, line, sizes=scales({n: problem.weights[n] for n in claimed}))
-        verdict = differences.judge(
-            {**claimed, **outputs, **bends, **hyper}, groups, FINE if trial.exact else COARSE
-        )
+        steps, here = FINE if trial.exact else COARSE, line.t
+        verdict = differences.judge({**claimed, **outputs, **hyper}, groups, steps)
+        if bends:  # after the outputs, since both are large
+            del outputs, differences
+            slopes = Differences(lambda: system.slopes(line.t - here), line)
+            verdict = verdict.and_also(slopes.judge(bends, [list(bends)], steps))
         return verdict if symmetric else Verdict("wrong", [*verdict.names, "A"])
 
     def explain(self, trial: Trial, names: list[str]) -> Finding:
@@ -144,18 +147,13 @@ class SecondDerivatives(Claim):
 
 
 def _values(
-    trial: Trial, passes: Passes, system: Linearisation, inputs: dict[str, Tensor], line: Line | None
+    trial: Trial, passes: Passes, system: Linearisation, inputs: dict[str, Tensor], outputs: bool
 ) -> Values:
-    """The gradient, and with a ``line`` what products with an approximate curvature are made of."""
-    here = 0.0 if line is None else line.t
-
     def values() -> Tree:
         found = gradient(passes.train_loss(trial.train), inputs)
-        if line is not None:
-            # Copies, since an output may be a view of a weight, which moves.
-            found |= {f"output {i}": x.detach().clone() for i, x in enumerate(system.outputs())}
-            found |= system.slopes(line.t - here)
-        return found
+        pushed = system.outputs() if outputs else []
+        # Copies, since an output may be a view of a weight, which moves.
+        return found | {f"output {i}": x.detach().clone() for i, x in enumerate(pushed)}
 
     return values
 

@@ -56,6 +56,11 @@ class Verdict:
     kind: Literal["right", "wrong", "unclear"]
     names: Sequence[str] = ()
 
+    def and_also(self, other: "Verdict") -> "Verdict":
+        """The verdict on both: wrong if one is wrong, else unclear if one is."""
+        worse = max(self, other, key=lambda v: ("right", "unclear", "wrong").index(v.kind))
+        return Verdict(worse.kind, [*self.names, *other.names])
+
 
 class Line:
     """Tensors on a line through their values, x + t v: moved in place, and restored from a copy at the end."""
