@@ -15,6 +15,23 @@ from .hessian import Hessian
 
 
 @dataclass(frozen=True, eq=False)
+class _WhereFollowed(GaussNewton):
+    """`GaussNewton()`, and the Hessian for a batch whose training loss it cannot follow."""
+
+    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
+        try:
+            system = super().linearise(passes, batch)
+        except EvaluationError as error:
+            why = str(error)
+        else:
+            system.detail = f"Gauss-Newton, since the Hessian had negative curvature; {system.detail}"
+            return system
+        system = Hessian().linearise(passes, batch)  # outside of the handler, which would keep the graph
+        system.detail = f"the Hessian for a batch: {why}"
+        return system
+
+
+@dataclass(frozen=True, eq=False)
 class Automatic(Curvature):
     """The Hessian until a solve meets negative curvature; from then on `GaussNewton()`, if it finds loss functions.
 
@@ -29,7 +46,7 @@ class Automatic(Curvature):
     """
 
     _hessian: Hessian = field(default_factory=Hessian, init=False, repr=False)
-    _gauss_newton: "_WhereFollowed" = field(default_factory=lambda: _WhereFollowed(), init=False, repr=False)
+    _gauss_newton: GaussNewton = field(default_factory=_WhereFollowed, init=False, repr=False)
 
     def now(self, problem: Problem) -> Curvature:
         return self._gauss_newton if problem.state(self).memory.get("gauss_newton") else self._hessian
@@ -50,20 +67,3 @@ class Automatic(Curvature):
         follows = all(problem.group.gather(finds_outputs(self._gauss_newton, passes, first)))
         problem.remember(self, MethodState(memory={"gauss_newton": follows}))
         return follows
-
-
-@dataclass(frozen=True, eq=False)
-class _WhereFollowed(GaussNewton):
-    """`GaussNewton()`, and the Hessian for a batch whose training loss it cannot follow."""
-
-    def linearise(self, passes: Passes, batch: Any) -> Linearisation:
-        try:
-            system = super().linearise(passes, batch)
-        except EvaluationError as error:
-            why = str(error)
-        else:
-            system.detail = f"Gauss-Newton, since the Hessian had negative curvature; {system.detail}"
-            return system
-        system = Hessian().linearise(passes, batch)  # outside of the handler, which would keep the graph
-        system.detail = f"the Hessian for a batch: {why}"
-        return system
