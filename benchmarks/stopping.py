@@ -48,7 +48,17 @@ def run(setting: Setting, seed: int) -> dict[str, Any]:
 
     train, val = split(examples, 0.5)
     if isinstance(setting, Network):
-        tuner = setting.tuner(problem, br.Halves(br.Implicit(curvature=br.Hessian())), measure)
+        tuner = br.Tuner(
+            problem,
+            torch.optim.Adam(problem.weights.values(), setting.rate),
+            torch.optim.Adam(problem.hyperparameters.values(), setting.hyper_rate),
+            br.Halves(br.Implicit(curvature=br.Hessian())),
+            weight_steps=setting.weight_steps,
+            warmup_steps=setting.steps // 4,
+            clip_weights=1.0,
+            policy="skip",
+            callbacks=[measure],
+        )
         batches = setting.batches(train), setting.batches(val)
     else:
         solver = br.ConjugateGradient(max_steps=50, tolerance=1e-3)

@@ -12,6 +12,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("optuna")
 pytest.importorskip("sklearn")
 
+import bestresponse as br
 from bestresponse import cli
 from bestresponse.experiments import generalisation, generalisation_settings, ways_of_tuning
 from bestresponse.experiments.generalisation import Generalisation
@@ -85,6 +86,50 @@ def test_help_falls_back_to_the_few_where_nothing_is_gained(monkeypatch):
     found = ways_of_tuning.many_with_help(setting, setting.data(0)[0], ways_of_tuning.Clock(0.0), 0)
     assert sum(p.numel() for p in found.hyper.parameters()) == 1
     assert found.notes["shrinkage"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["mlp-500", "cnn", "lstm"])
+def test_a_network_is_tuned_along_whole_trainings(name, monkeypatch):
+    """Each training begins at new weights and goes on to the end, and the model has the weights of the last one."""
+    torch.manual_seed(0)
+    setting = SETTINGS[name]
+    examples, _ = setting.data(0)
+    begins, tuners = [], []
+    monkeypatch.setattr(br.Tuner, "fit", watched(br.Tuner.fit, begins, tuners))
+
+    def stop(tuner):
+        if len(tuners) == 3:
+            tuner.stop("enough")
+
+    model = setting.model()
+    hyper = setting.few(model, len(examples[0]))
+    before = [p.detach().clone() for p in hyper.parameters()]
+    steps = setting.tune(model, hyper, examples, stop, lambda step: 1.0)
+    assert steps == len(tuners[0].history) + len(tuners[1].history) + 1
+    assert [tuner.weight_step for tuner in tuners[:2]] == 2 * [tuners[0].warmup_steps + setting.weight_steps]
+    assert not torch.equal(begins[0], begins[1])
+    for key, weight in tuners[1].problem.weights.items():
+        assert torch.equal(weight, model.get_parameter(key))
+    assert any(not torch.equal(p, q) for p, q in zip(hyper.parameters(), before, strict=True))
+
+
+def watched(fit, begins, tuners):
+    def call(tuner, *arguments):
+        tuners.append(tuner)
+        begins.append(next(iter(tuner.problem.weights.values())).detach().clone())
+        return fit(tuner, *arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(("gains", "shrinkage"), [((0.0, 0.0), 1.0), ((0.5, 0.0), 0.3), ((0.0, 0.5), 0.0)])
+def test_help_for_networks_takes_the_kind_that_unseen_examples_prefer(gains, shrinkage, monkeypatch):
+    setting = SETTINGS["mlp-500"]
+    losses = iter([torch.ones(10) - gain for gain in (0.0, *gains)])
+    monkeypatch.setattr(type(setting), "example_losses", lambda *_: next(losses))
+    found = ways_of_tuning.many_with_help(setting, setting.data(0)[0], ways_of_tuning.Clock(0.0), 0)
+    assert found.notes["shrinkage"] == shrinkage
+    assert (sum(p.numel() for p in found.hyper.parameters()) == 1) == (shrinkage == 1.0)
 
 
 def test_the_clock_counts_processor_time():

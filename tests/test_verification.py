@@ -527,6 +527,82 @@ def test_batches_that_are_recomputed_are_verified_with_the_memory_of_one():
     assert peak(br.Batches(pieces)) > 3.0 * one
 
 
+def copied(problem, b):
+    return twin._precise(twin.Trial(problem, b, b, None, None, False))
+
+
+class Frozen(nn.Module):
+    """A frozen table in half precision below a network; with a step, each pass adds it to the table."""
+
+    def __init__(self, step=0.0):
+        super().__init__()
+        self.table = nn.Embedding(500, 64, dtype=torch.bfloat16).requires_grad_(False)
+        self.head, self.step = nn.Sequential(nn.Linear(64, 3), nn.Tanh(), nn.Linear(3, 5)), step
+
+    def forward(self, words):
+        if self.step:
+            self.table.weight.data.add_(self.step)
+        return self.head(self.table(words).to(self.head[0].weight.dtype))
+
+
+def words_of(rows, length):
+    return torch.randint(500, (rows, length))
+
+
+def predicted(model, hyper, words):
+    return F.cross_entropy(model(words).flatten(0, 1), words.flatten() % 5)
+
+
+def test_frozen_weights_are_held_once_in_float64():
+    torch.set_default_dtype(torch.float32)
+    words, size = words_of(2, 16), 500 * 64
+    problem = problem_of(Frozen(), predicted)
+    assert (
+        peak_bytes(lambda: copied(problem, words)) < 12 * size
+    )  # eight bytes for each entry of the copy, and two
+
+
+@pytest.mark.parametrize("step", [0.0, 1e-3])
+def test_a_table_that_a_pass_edits_is_restored_in_the_copy(step):
+    torch.set_default_dtype(torch.float32)
+    problem, words = problem_of(Frozen(step), predicted), words_of(2, 16)
+    before = problem.model.table.weight.clone()
+    with problem.edits.whole({}):
+        assert copied(problem, words).problem.edits.copies == bool(step)
+    h = br.hypergradient(problem, words, words, br.Implicit())
+    assert h.verification == "verified"
+    assert torch.equal(before, problem.model.table.weight)
+
+
+def test_large_frozen_weights_are_not_copied(monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    problem, words = problem_of(Frozen(), predicted), words_of(2, 16)
+    assert copied(problem, words) is not None
+    monkeypatch.setattr(twin, "LARGEST_IN_ALL", 30_000)
+    monkeypatch.setattr(twin, "twin", lambda *_: pytest.fail("a copy was made"))
+    assert copied(problem, words) is None
+
+
+def test_fewer_long_sequences_are_enough():
+    def rows(b):
+        return len(next(iter(twin._part(b).values())) if isinstance(b, dict) else twin._part(b))
+
+    assert [rows(words_of(8, n)) for n in (1, 16, 100, 256, 4096)] == [8, 8, 3, 2, 2]
+    assert rows(words_of(64, 256)) == 8  # one in eight
+    assert rows({"ids": words_of(8, 256), "mask": words_of(8, 256) > 3, "labels": torch.zeros(8)}) == 2
+    assert rows({"ids": words_of(8, 256), "pixels": torch.zeros(8, 3, 4, 4)}) == 8
+    assert rows(torch.zeros(8, 256)) == 8
+
+
+def test_a_lost_path_is_found_in_two_sequences():
+    torch.set_default_dtype(torch.float32)
+    model = Frozen()
+    model.head[1] = Calling(WithoutGraph.apply)
+    words = words_of(8, 256)
+    with pytest.raises(br.errors.SecondDerivativeError, match="WithoutGraph"):
+        br.hypergradient(problem_of(model, predicted), words, words, br.Implicit())
+
+
 def test_a_copy_is_compared_without_the_tensors_of_its_graph():
     """A copy in float64 whose losses compute in float32 is refused, and costs no more than the loss itself."""
     torch.set_default_dtype(torch.float32)
@@ -534,8 +610,8 @@ def test_a_copy_is_compared_without_the_tensors_of_its_graph():
     model = nn.Sequential(nn.Linear(8, 16), *[layer] * 20, nn.Linear(16, 1))
     problem, b = problem_of(model), (torch.randn(4096, 8), torch.randn(4096, 1))
     size = 4096 * 16 * 4
-    other, _ = twin.twin(problem, None)
-    assert peak_bytes(lambda: twin._is_alike(problem, other, (b, twin.doubled(b)), None)) < 12 * size
+    assert peak_bytes(lambda: copied(problem, b)) < 12 * size
+    assert copied(problem, b) is None
     with problem.undisturbed(None) as passes:
         assert peak_bytes(lambda: passes.train_loss(b)) > 18 * size
 
@@ -549,8 +625,7 @@ def test_a_loss_with_a_gradient_inside_is_verified_on_a_copy():
         return fit(model, hyper, b) + slope.square().mean()
 
     problem, b = problem_of(around(nn.Tanh()), penalised), batch()
-    other, _ = twin.twin(problem, None)
-    assert twin._is_alike(problem, other, (b, twin.doubled(b)), None)
+    assert copied(problem, b) is not None
     assert br.hypergradient(problem, b, b, br.Implicit()).verification == "verified"
 
 

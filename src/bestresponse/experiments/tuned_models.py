@@ -37,7 +37,7 @@ class Setting(ABC):
         name: the name in the table.
         seconds: CPU time that each way of tuning may use for a seed.
         watches: parts of the data that are set aside in turn, on which `many with help` compares its candidates.
-        strengths: the shrinkage of each stage of `many with help`, which falls.
+        strengths: the shrinkage of each stage of `many with help`, which falls; 0 for free hyperparameters.
         hyper_rate: Adam's learning rate for the hyperparameters.
         hyper_steps: the largest number of hyper-steps in a run.
     """
@@ -77,7 +77,8 @@ class Setting(ABC):
     def tune(self, model: nn.Module, hyper: nn.Module, examples: Data, stop: Callback, fall: Step) -> int:
         """Tune by hypergradients until ``stop`` stops the run, with the factor ``fall`` on the learning rate.
 
-        Returns the number of hyper-steps.
+        Returns the number of hyper-steps. The model is trained afterwards: a network is that of the last training that
+        was finished.
         """
 
     @abstractmethod
@@ -177,6 +178,9 @@ class Convex(Setting):
 class Network(Setting):
     """A network, trained for a fixed number of steps; a quarter of the examples is for validation.
 
+    Hyperparameters are tuned along the second half of one training after another, each from new initial weights. Along
+    a single long run they come to suit weights that a training of this length never reaches.
+
     Attributes:
         steps: the weight steps of a training.
         rate: Adam's learning rate for the weights, which falls to zero along a line.
@@ -190,7 +194,7 @@ class Network(Setting):
     batch: int = 100
     weight_steps: int = 10
     watches: int = 1
-    strengths: tuple[float, ...] = (0.3, 0.05)
+    strengths: tuple[float, ...] = (0.3, 0.0)
     hyper_rate: float = 0.1
     hyper_steps: int = 1000
     method: Callable[[], br.Method] = br.Implicit
@@ -213,7 +217,7 @@ class Network(Setting):
     def train(self, model: nn.Module, hyper: nn.Module, examples: Data) -> None:
         weights = list(self.problem(model, hyper).weights.values())
         optimizer = torch.optim.Adam(weights, self.rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / self.steps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._fall)
         for batch in islice(chain.from_iterable(repeat(self.batches(examples))), self.steps):
             optimizer.zero_grad()
             torch.autograd.backward(self.train_loss(model, hyper, batch), inputs=weights)
@@ -222,28 +226,39 @@ class Network(Setting):
             schedule.step()
 
     def tune(self, model: nn.Module, hyper: nn.Module, examples: Data, stop: Callback, fall: Step) -> int:
-        problem = self.problem(model, hyper)
-        tuner = self.tuner(problem, self.method(), stop, fall)
-        train, val = split(examples, 0.25)
-        return len(tuner.fit(self.batches(train), self.batches(val), self.hyper_steps))
-
-    def tuner(
-        self, problem: br.Problem, method: br.Method, callback: Callback, fall: Step | None = None
-    ) -> br.Tuner:
-        """The tuner of a run."""
+        problem, method, total = self.problem(model, hyper), self.method(), 0
         optimizer = torch.optim.Adam(problem.hyperparameters.values(), self.hyper_rate)
-        return br.Tuner(
-            problem,
-            torch.optim.Adam(problem.weights.values(), self.rate),
-            optimizer,
-            method,
-            weight_steps=self.weight_steps,
-            warmup_steps=self.steps // 4,
-            clip_weights=1.0,
-            policy="skip",
-            hyper_scheduler=fall and torch.optim.lr_scheduler.LambdaLR(optimizer, fall),
-            callbacks=[callback],
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
+        train, val = (self.batches(part) for part in split(examples, 0.25))
+        begin, finished = self.steps // 2, False
+        while True:
+            trained = self.problem(self.model(), hyper)
+            weights = torch.optim.Adam(trained.weights.values(), self.rate)
+            tuner = br.Tuner(
+                trained,
+                weights,
+                optimizer,
+                method,
+                weight_steps=self.weight_steps,
+                warmup_steps=begin,
+                weight_scheduler=torch.optim.lr_scheduler.LambdaLR(weights, self._fall),
+                clip_weights=1.0,
+                policy="skip",
+                hyper_scheduler=schedule,
+                callbacks=[stop] if finished else [],
+            )
+            tuner.fit(train, val, max(1, (self.steps - begin) // self.weight_steps))
+            total += tuner.hyper_step
+            if not tuner.stopped:
+                finished = True
+                model.load_state_dict(trained.model.state_dict())
+                stop(tuner)
+            if tuner.stopped:
+                return total
+
+    def _fall(self, step: int) -> float:
+        """The factor on the learning rate of the weights."""
+        return max(0.0, 1.0 - step / self.steps)
 
     def validation_loss(self, model: nn.Module, hyper: nn.Module, examples: Data) -> float:
         train, val = split(examples, 0.25)
@@ -276,9 +291,9 @@ def decays(
     strength: float,
     exclude: Sequence[str] = (),
 ) -> WeightDecay:
-    """Many decays. Shrinkage draws them to the centre ``around``, which begins at ``few``; without it all are free."""
-    if not strength:
-        return WeightDecay(model, per=per, initial=initial, exclude=exclude)
+    """Many decays, which begin at ``few``. Shrinkage draws them to the centre ``around``; without it all are free."""
     if isinstance(few, WeightDecay):
         initial = float(few.values()["all"])
+    if not strength:
+        return WeightDecay(model, per=per, initial=initial, exclude=exclude)
     return WeightDecay(model, per=per, around=around, initial=initial, shrinkage=strength, exclude=exclude)

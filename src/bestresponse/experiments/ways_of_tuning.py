@@ -12,7 +12,7 @@ import bestresponse as br
 
 from ..passes import random_state
 from .runs import Row
-from .tuned_models import Data, Setting
+from .tuned_models import Data, Network, Setting
 
 
 @dataclass
@@ -97,7 +97,38 @@ def many(setting: Setting, examples: Data, clock: Clock, seed: int) -> Found:
 
 
 def many_with_help(setting: Setting, examples: Data, clock: Clock, seed: int) -> Found:
-    """The many hyperparameters, loosened from the few as far as examples that no hypergradient saw allow.
+    """The many hyperparameters, loosened from the few as far as examples that no hypergradient saw allow."""
+    return (_along_trainings if isinstance(setting, Network) else _along_paths)(
+        setting, examples, clock, seed
+    )
+
+
+def _along_trainings(setting: Setting, examples: Data, clock: Clock, seed: int) -> Found:
+    """Few, and the many with each shrinkage, tuned in half of the time without the part that is set aside.
+
+    The losses on that part are those of the last network that the tuning trained. The kind of hyperparameters that is
+    chosen goes on, from where it is, on all examples.
+    """
+    ((rest, aside),) = setting.splits(examples)
+    candidates: list[nn.Module] = []
+    losses: list[Tensor] = []
+    for strength in (None, *setting.strengths):
+        model = setting.model()
+        few = candidates[0] if candidates else None
+        if strength is None:
+            hyper = setting.few(model, len(rest[0]))
+        else:
+            hyper = setting.many(model, len(rest[0]), few, strength)
+        _tune(setting, model, hyper, rest, Clock(clock.seconds / 2 / (1 + len(setting.strengths))))
+        candidates.append(hyper)
+        losses.append(setting.example_losses(model, aside))
+    stage, gains = _chosen(losses)
+    _tune(setting, setting.model(), candidates[stage], examples, Clock(clock.left))
+    return Found(candidates[stage], _of_stage(setting, stage, gains))
+
+
+def _along_paths(setting: Setting, examples: Data, clock: Clock, seed: int) -> Found:
+    """The few of all examples, loosened up to the stage that is best on parts of the data that are set aside in turn.
 
     The few are tuned on all examples in half of the time. Each part that is set aside has its path on the other
     examples: the few, then the many with a shrinkage that falls from stage to stage. After each stage, new weights are
@@ -115,7 +146,12 @@ def many_with_help(setting: Setting, examples: Data, clock: Clock, seed: int) ->
             losses[stage].append(retrained(setting, hyper, rest, aside, seed))
     stage, gains = _chosen([torch.cat(of_stage) for of_stage in losses])
     *_, kept = _loosened(setting, examples, begin, Clock(max(clock.left, seconds)), stage)
-    return Found(kept, {"shrinkage": (1.0, *setting.strengths)[stage], "gains": gains})
+    return Found(kept, _of_stage(setting, stage, gains))
+
+
+def _of_stage(setting: Setting, stage: int, gains: list[float]) -> Row:
+    """The notes on a choice: the shrinkage of the chosen stage, 1 for the few."""
+    return {"shrinkage": (1.0, *setting.strengths)[stage], "gains": gains}
 
 
 def _chosen(losses: list[Tensor]) -> tuple[int, list[float]]:

@@ -1,5 +1,6 @@
 """Checks that weights and hyperparameters do not change in a pass, and names the loss that edits them."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,14 +21,22 @@ class Edits:
         first: whether the first hypergradient runs now.
         done: whether the first hypergradient is complete.
         silent: identities of other tensors that change without a new version.
+        copies: whether other tensors are copied, so that they can be restored by value.
         of_batches: the edits of batches.
     """
 
     def __init__(self) -> None:
         self.first = self.done = False
+        self.copies = True
         self.silent: set[int] = set()
         self.of_batches = EditedTensors()
         self._edited: set[str] = set()
+
+    def without_copies(self) -> "Edits":
+        """The same for a copy of the modules, in which no pass changes tensors other than weights and buffers."""
+        other = copy.copy(self)
+        other.copies = False
+        return other
 
     @contextmanager
     def whole(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
+class Watch(Protocol):
+    """How to watch for changes of tensors that are not weights.
+
+    Attributes:
+        first: whether to look for changes without a new version (through ``.data``) in all tensors.
+        silent: identities of tensors that are known to change so; the state adds to them.
+        copies: whether to copy tensors, so that they can be restored by value.
+    """
+
+    first: bool
+    silent: set[int]
+    copies: bool
+
+
 class ModuleState:
     """The state of some modules, without their weights and buffers, at the time when this object was made.
 
@@ -32,20 +46,19 @@ class ModuleState:
         modules: the modules whose state to save.
         live: tensors that passes may change: weights and hyperparameters. Tensors that share memory with them are
             left alone.
-        silent: identities of tensors that are known to change without a new version (through ``.data``); this object
-            adds to them.
-        thorough: whether to look for such changes in all tensors.
+        watch: how to watch for changes.
+
+    Attributes:
+        changed: whether tensors had changed when they were restored.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], live: Mapping[str, Tensor], silent: set[int], thorough: bool
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], live: Mapping[str, Tensor], watch: Watch) -> None:
         scripted = torch.jit.ScriptModule
         plain: list[nn.Module] = []
         compiled: list[nn.Module] = []
         for module in modules:
             (compiled if isinstance(module, scripted) else plain).append(module)
-        self._silent, self._thorough = silent, thorough
+        self._watch, self.changed = watch, False
         self._attributes = {module: _Attributes(module) for module in plain}
         parameters = (p for m in plain for p in m._parameters.values() if p is not None)
         self._requires = [(p, p.requires_grad) for p in (*live.values(), *parameters)]
@@ -73,11 +86,11 @@ class ModuleState:
             others = [x for x in found.values() if x.untyped_storage().data_ptr() not in of_weights]
         else:
             others = []
-        kept, room = [], LARGEST
+        kept, room = [], LARGEST if self._watch.copies else -1
         for x in sorted(others, key=lambda x: x.nbytes):
             room -= x.nbytes
             copied = room >= 0 and type(x) in (Tensor, nn.Parameter, nn.Buffer)
-            kept.append(_Kept(x, copied, self._thorough and not copied))
+            kept.append(_Kept(x, copied, self._watch.first and not copied))
         return kept
 
     def restore(self) -> None:
@@ -91,12 +104,11 @@ class ModuleState:
             if kept.copy is None:
                 continue
             edited = kept.tensor._version != kept.version
-            if (
-                (edited or self._thorough or id(kept.tensor) in self._silent)
-                and kept.restore()
-                and not edited
-            ):
-                self._silent.add(id(kept.tensor))
+            suspected = edited or self._watch.first or id(kept.tensor) in self._watch.silent
+            if suspected and kept.restore():
+                self.changed = True
+                if not edited:
+                    self._watch.silent.add(id(kept.tensor))
 
     def unfreeze(self) -> None:
         """Restore which parameters require gradients."""

@@ -62,6 +62,7 @@ class Passes(Generic[P]):
     ) -> None:
         self.problem, self.weight_optimizer, self.twice = problem, weight_optimizer, twice
         self.statistics_follow = True
+        self.changed_others = False  # whether the passes changed tensors other than weights and buffers
         self._seed = seed
         self._carried: Buffers = {}
         self._number = 0
@@ -83,7 +84,7 @@ class Passes(Generic[P]):
             renormed = {id(m.weight) for m in modules if has_max_norm(m)}  # these are restored below
             self._fixed = {n: p for n, p in self._live.items() if id(p) not in renormed}
             self._grads = [(p, p.grad) for p in self._live.values()]
-            self._state = ModuleState(self._training, self._live, problem.edits.silent, problem.edits.first)
+            self._state = ModuleState(self._training, self._live, problem.edits)
             self._before = self._replayed = random_state.snapshot()
             self._stack.callback(self._restore)
             outer = _innermost.set(self)
@@ -260,6 +261,8 @@ class Passes(Generic[P]):
         for p, grad in self._grads:
             p.grad = grad
         random_state.restore(self._before)
+        self.changed_others = self._state.changed
+        del self._state  # its copies
         if moved:
             self._tell(moved)
 

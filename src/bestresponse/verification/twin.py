@@ -1,23 +1,27 @@
 """A problem to experiment on: its losses on a copy of its modules in float64, and on a part of a batch."""
 
 import copy
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .. import _tree
 from ..batches import Batches, length_of, mapped, rows_of
 from ..passes import graph
 from ..passes.arithmetic import arithmetic
 from ..problem import Passes, Problem
 
-# The parameters of the largest problem to copy; of a batch at least _ROWS examples are used, or one in _SHARE.
-LARGEST = 5_000_000
-_ROWS, _SHARE = 8, 8
+# The largest problem to copy: its weights and hyperparameters, and these with frozen weights and buffers.
+LARGEST, LARGEST_IN_ALL = 5_000_000, 50_000_000
+# Of a batch at least _ROWS examples are used, or one in _SHARE; of sequences at least _WORDS words, in two or more.
+_ROWS, _SHARE, _WORDS = 8, 8, 256
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,24 @@ def trials(
 
 def _precise(own: Trial) -> Trial | None:
     """A copy in float64, if it is small enough and has the same losses."""
-    if sum(x.numel() for x in own.problem.live().values()) > LARGEST:
+    problem = own.problem
+    if _tree.size(problem.live()) > LARGEST or _size(problem) > LARGEST_IN_ALL:
         return None
-    if any(x._backward_hooks for x in own.problem.live().values()):
+    if any(x._backward_hooks for x in problem.live().values()):
         return None  # a copy does not have them
-    other, thing = twin(own.problem, own.thing)
+    plain = _pass_of(problem, own.train, own.seed)  # before there is a copy, so as not to hold both
+    other, thing = twin(problem, own.thing)
+    if not plain.changed_others:
+        other.edits = problem.edits.without_copies()
     train, val = doubled(own.train), doubled(own.val)
-    alike = _is_alike(own.problem, other, (own.train, train), own.seed)
+    alike = _is_alike(problem, other, (own.train, train), own.seed, plain)
     return Trial(other, train, val, thing, own.seed, True) if alike else None
+
+
+def _size(problem: Problem) -> int:
+    """The entries of all parameters and buffers, frozen ones included."""
+    modules = nn.ModuleList([problem.model, problem.hyper])
+    return sum(x.numel() for x in chain(modules.parameters(), modules.buffers()))
 
 
 def twin(problem: Problem, thing: Any) -> tuple[Problem, Any]:
@@ -91,18 +105,33 @@ def twin(problem: Problem, thing: Any) -> tuple[Problem, Any]:
     return other, thing
 
 
-def _is_alike(problem: Problem, other: Problem, batches: tuple[Any, Any], seed: int | None) -> bool:
+class _Pass(NamedTuple):
+    """A training loss, the names that it reaches, whether it is in float64, and identities of its leaves."""
+
+    loss: float
+    reached: set[str]
+    exact: bool
+    leaves: set[int]
+    changed_others: bool
+
+
+def _pass_of(problem: Problem, batch: Any, seed: int | None) -> _Pass:
+    with problem.undisturbed(seed) as passes:
+        loss = _nodes_of(passes, batch)
+    leaves = graph.leaves(loss)
+    reached = {n for n, x in problem.live().items() if id(x) in leaves}
+    return _Pass(float(loss.detach()), reached, is_exact(loss), leaves, passes.changed_others)
+
+
+def _is_alike(
+    problem: Problem, other: Problem, batches: tuple[Any, Any], seed: int | None, plain: _Pass
+) -> bool:
     """Whether the training loss of a copy equals the original one, uses nothing of it, and is in float64."""
-    values, reached = [], []
-    for one, batch in zip((problem, other), batches, strict=True):
-        with one.undisturbed(seed) as passes:
-            loss = _nodes_of(passes, batch)
-        leaves = graph.leaves(loss)
-        values.append(float(loss.detach()))
-        reached.append({n for n, x in one.live().items() if id(x) in leaves})
-    captured = any(id(x) in leaves for x in problem.live().values())
-    same = reached[0] == reached[1] and not captured and is_exact(loss)
-    return same and (_near(values) or _near([*_without_masks((problem, other), batches, seed)]))
+    copied = _pass_of(other, batches[1], seed)
+    captured = any(id(x) in copied.leaves for x in problem.live().values())
+    same = plain.reached == copied.reached and not captured and copied.exact
+    near = _near([plain.loss, copied.loss])
+    return same and (near or _near([*_without_masks((problem, other), batches, seed)]))
 
 
 def _nodes_of(passes: Passes, batch: Any) -> Tensor:
@@ -152,6 +181,17 @@ def _part(batch: Any) -> Any:
     """Evenly spaced examples of a batch, or of each of several, whose tensors have one length; else all of it."""
     if isinstance(batch, Batches):
         return Batches([_part(b) for b in batch], batch.weights, batch.recompute)
-    length = length_of(batch) or 0
-    rows = max(_ROWS, length // _SHARE)
+    if (length := length_of(batch)) is None:
+        return batch
+    rows = max(_least(batch), length // _SHARE)
     return batch if length <= rows else rows_of(batch, slice(None, rows * (length // rows), length // rows))
+
+
+def _least(batch: Any) -> int:
+    """The least number of rows to verify on: fewer where the batch has nothing but long sequences of integers."""
+    tensors: list[Tensor] = []
+    mapped(batch, lambda x: tensors.append(x) or x)  # type: ignore[func-returns-value]
+    words = [x.shape[1] for x in tensors if x.ndim == 2 and not x.is_floating_point()]
+    if not words or any(x.ndim > 1 and x.is_floating_point() for x in tensors):
+        return _ROWS
+    return min(_ROWS, max(2, math.ceil(_WORDS / max(1, *words))))
