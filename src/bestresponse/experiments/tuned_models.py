@@ -19,7 +19,7 @@ from . import classification
 
 Data = tuple[Tensor, ...]
 # The training of each fold while hyperparameters are tuned; the last training goes to the minimum.
-_TRAINER = Minimise(max_steps=100, tolerance=1e-6, newton_limit=0)
+TRAINER = Minimise(max_steps=100, tolerance=1e-6, newton_limit=0)
 Step = Callable[[int], float]
 
 
@@ -145,7 +145,7 @@ class Convex(Setting):
         Minimise()(self.problem(model, hyper), examples)
 
     def tune(self, model: nn.Module, hyper: nn.Module, examples: Data, stop: Callback, fall: Step) -> int:
-        problem, train, val = self._cross_validation(model, hyper, examples)
+        problem, train, val = self.cross_validation(model, hyper, examples)
         method = br.Implicit(br.ConjugateGradient(max_steps=50, tolerance=1e-3), warm_start=True)
         rates = list(problem.hyperparameters.values())
         optimizer: torch.optim.Optimizer = BFGS(rates)
@@ -154,12 +154,12 @@ class Convex(Setting):
         if sum(p.numel() for p in rates) > 1:
             optimizer, callbacks = torch.optim.Adam(rates, self.hyper_rate), [stop]
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
-        tuner = br.Tuner(problem, _TRAINER, optimizer, method, hyper_scheduler=schedule, callbacks=callbacks)
+        tuner = br.Tuner(problem, TRAINER, optimizer, method, hyper_scheduler=schedule, callbacks=callbacks)
         return len(tuner.fit(train, val, self.hyper_steps))
 
     def validation_loss(self, model: nn.Module, hyper: nn.Module, examples: Data) -> float:
-        problem, train, val = self._cross_validation(model, hyper, examples)
-        _TRAINER(problem, next(iter(train)))
+        problem, train, val = self.cross_validation(model, hyper, examples)
+        TRAINER(problem, next(iter(train)))
         with torch.no_grad():
             return float(problem.losses(next(iter(val)), "val_loss").mean())
 
@@ -168,7 +168,8 @@ class Convex(Setting):
         losses: Tensor = self.losses.example_losses(model, None, examples)
         return losses
 
-    def _cross_validation(self, model: nn.Module, hyper: nn.Module, examples: Data) -> tuple[Folds, Any, Any]:
+    def cross_validation(self, model: nn.Module, hyper: nn.Module, examples: Data) -> tuple[Folds, Any, Any]:
+        """The problem over the folds, and its batches for training and validation."""
         train, val = fold_batches(examples, self.folds)
         losses = self.losses
         return Folds(model, hyper, losses.train_loss, losses.val_loss, self.folds, verify=False), train, val
