@@ -52,12 +52,16 @@ def test_the_python_of_the_page_on_new_data_runs():
     names: dict = {}
     loop = python_of(README.read_text(encoding="utf-8"))[0]
     exec(compile(loop.split("method = ")[0], "README.md", "exec"), names)
-    watching, halving = python_of(page.read_text(encoding="utf-8"))
+    watching, halving, repeated = python_of(page.read_text(encoding="utf-8"))
     exec(compile(watching.replace("=600", "=60"), page.name, "exec"), names)
     measured = [row["watch_loss"] for row in names["tuner"].history if "watch_loss" in row]
     assert names["tuner"].watch.measure(names["tuner"]) == pytest.approx(min(measured))
     exec(compile(halving.replace("=100", "=20"), page.name, "exec"), names)
     assert -1.0 <= names["tuner"].history[-1]["agreement"] <= 1.0
+    before = [p.detach().clone() for p in names["decay"].parameters()]
+    exec(compile(repeated.replace("=500", "=50").replace("=100", "=10"), page.name, "exec"), names)
+    assert (names["tuner"].weight_step, names["tuner"].hyper_step) == (100, 10)
+    assert not any(torch.equal(p, q) for p, q in zip(names["decay"].parameters(), before, strict=True))
 
 
 def test_the_python_of_the_page_on_influence_runs():

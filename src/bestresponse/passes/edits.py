@@ -21,22 +21,29 @@ class Edits:
         first: whether the first hypergradient runs now.
         done: whether the first hypergradient is complete.
         silent: identities of other tensors that change without a new version.
-        copies: whether other tensors are copied, so that they can be restored by value.
+        room: the bytes of other tensors that are copied, to be restored by value; None for the usual ones.
+        drifted: whether a tensor changed that was not copied for lack of this room.
         of_batches: the edits of batches.
     """
 
     def __init__(self) -> None:
         self.first = self.done = False
-        self.copies = True
+        self.room: int | None = None
+        self.drifted = False
         self.silent: set[int] = set()
         self.of_batches = EditedTensors()
         self._edited: set[str] = set()
 
-    def without_copies(self) -> "Edits":
-        """The same for a copy of the modules, in which no pass changes tensors other than weights and buffers."""
+    def with_room(self, room: int | None) -> "Edits":
+        """The same for a copy of the modules."""
         other = copy.copy(self)
-        other.copies = False
+        other.room = room
         return other
+
+    def drift(self) -> bool:
+        """Note that a tensor is not restored; return whether that is for lack of room."""
+        self.drifted = self.room is not None
+        return self.drifted
 
     @contextmanager
     def whole(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

@@ -26,12 +26,12 @@ class Watch(Protocol):
     Attributes:
         first: whether to look for changes without a new version (through ``.data``) in all tensors.
         silent: identities of tensors that are known to change so; the state adds to them.
-        copies: whether to copy tensors, so that they can be restored by value.
+        room: the bytes of tensors to copy, to be restored by value; None for `LARGEST`.
     """
 
     first: bool
     silent: set[int]
-    copies: bool
+    room: int | None
 
 
 class ModuleState:
@@ -40,7 +40,7 @@ class ModuleState:
     Parameters are trainable or frozen as before. The attributes of each module are restored as objects. Lists, dicts,
     sets and deques are restored with their entries, generators with their state, and tensors and arrays by value.
     Tensors in the collections and frozen parameters are also restored by value. Deeper state is not restored. Tensors
-    that do not fit into `LARGEST` bytes together are only watched.
+    that do not fit into ``watch.room`` bytes together are only watched.
 
     Args:
         modules: the modules whose state to save.
@@ -86,7 +86,7 @@ class ModuleState:
             others = [x for x in found.values() if x.untyped_storage().data_ptr() not in of_weights]
         else:
             others = []
-        kept, room = [], LARGEST if self._watch.copies else -1
+        kept, room = [], LARGEST if self._watch.room is None else self._watch.room
         for x in sorted(others, key=lambda x: x.nbytes):
             room -= x.nbytes
             copied = room >= 0 and type(x) in (Tensor, nn.Parameter, nn.Buffer)

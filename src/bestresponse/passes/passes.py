@@ -263,7 +263,7 @@ class Passes(Generic[P]):
         random_state.restore(self._before)
         self.changed_others = self._state.changed
         del self._state  # its copies
-        if moved:
+        if moved and not self.problem.edits.drift():
             self._tell(moved)
 
     def _collect(self) -> None:

@@ -1,7 +1,6 @@
 """A problem to experiment on: its losses on a copy of its modules in float64, and on a part of a batch."""
 
 import copy
-import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,8 +19,10 @@ from ..problem import Passes, Problem
 
 # The largest problem to copy: its weights and hyperparameters, and these with frozen weights and buffers.
 LARGEST, LARGEST_IN_ALL = 5_000_000, 50_000_000
-# Of a batch at least _ROWS examples are used, or one in _SHARE; of sequences at least _WORDS words, in two or more.
-_ROWS, _SHARE, _WORDS = 8, 8, 256
+# Of a batch at least _ROWS examples are used, or one in _SHARE.
+_ROWS, _SHARE = 8, 8
+# The bytes of frozen tensors that a copy restores by value, if a pass of the problem changed none.
+_ROOM = 2**20
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,25 @@ def trials(
         own = Trial(problem, *batches, thing, seed, exact)
         if not precise_first or exact:
             yield own
-        try:
-            copied = None if exact else _precise(own)
-        except Exception:  # modules that do not support a copy, or float64, for any reason
-            copied = None
+        copied = None if exact else _copied(own, _ROOM)
         if copied is not None:
             yield copied
+            if copied.problem.edits.drifted and (copied := _copied(own, None)) is not None:
+                yield copied
         if precise_first and not exact:
             yield own
 
 
-def _precise(own: Trial) -> Trial | None:
-    """A copy in float64, if it is small enough and has the same losses."""
+def _copied(own: Trial, room: int | None) -> Trial | None:
+    """`_precise`, and None for modules that do not support a copy, or float64, for any reason."""
+    try:
+        return _precise(own, room)
+    except Exception:
+        return None
+
+
+def _precise(own: Trial, room: int | None) -> Trial | None:
+    """A copy in float64, if it is small enough and has the same losses; for ``room`` see `Edits`."""
     problem = own.problem
     if _tree.size(problem.live()) > LARGEST or _size(problem) > LARGEST_IN_ALL:
         return None
@@ -78,16 +86,17 @@ def _precise(own: Trial) -> Trial | None:
     plain = _pass_of(problem, own.train, own.seed)  # before there is a copy, so as not to hold both
     other, thing = twin(problem, own.thing)
     if not plain.changed_others:
-        other.edits = problem.edits.without_copies()
+        other.edits = problem.edits.with_room(room)
     train, val = doubled(own.train), doubled(own.val)
     alike = _is_alike(problem, other, (own.train, train), own.seed, plain)
     return Trial(other, train, val, thing, own.seed, True) if alike else None
 
 
 def _size(problem: Problem) -> int:
-    """The entries of all parameters and buffers, frozen ones included."""
+    """The entries in floating point of all parameters and buffers, frozen ones included."""
     modules = nn.ModuleList([problem.model, problem.hyper])
-    return sum(x.numel() for x in chain(modules.parameters(), modules.buffers()))
+    tensors = chain(modules.parameters(), modules.buffers())
+    return sum(x.numel() for x in tensors if x.is_floating_point())
 
 
 def twin(problem: Problem, thing: Any) -> tuple[Problem, Any]:
@@ -183,15 +192,5 @@ def _part(batch: Any) -> Any:
         return Batches([_part(b) for b in batch], batch.weights, batch.recompute)
     if (length := length_of(batch)) is None:
         return batch
-    rows = max(_least(batch), length // _SHARE)
+    rows = max(_ROWS, length // _SHARE)
     return batch if length <= rows else rows_of(batch, slice(None, rows * (length // rows), length // rows))
-
-
-def _least(batch: Any) -> int:
-    """The least number of rows to verify on: fewer where the batch has nothing but long sequences of integers."""
-    tensors: list[Tensor] = []
-    mapped(batch, lambda x: tensors.append(x) or x)  # type: ignore[func-returns-value]
-    words = [x.shape[1] for x in tensors if x.ndim == 2 and not x.is_floating_point()]
-    if not words or any(x.ndim > 1 and x.is_floating_point() for x in tensors):
-        return _ROWS
-    return min(_ROWS, max(2, math.ceil(_WORDS / max(1, *words))))
