@@ -254,7 +254,7 @@ class Network(Setting):
                 finished = True
                 model.load_state_dict(trained.model.state_dict())
                 stop(tuner)
-            if tuner.stopped:
+            if tuner.stopped or total >= self.hyper_steps:
                 return total
 
     def _fall(self, step: int) -> float:
