@@ -58,6 +58,8 @@ def test_the_python_of_the_page_on_new_data_runs():
     assert names["tuner"].watch.measure(names["tuner"]) == pytest.approx(min(measured))
     exec(compile(halving.replace("=100", "=20"), page.name, "exec"), names)
     assert -1.0 <= names["tuner"].history[-1]["agreement"] <= 1.0
+    names.clear()
+    exec(compile(loop.split("method = ")[0], "README.md", "exec"), names)
     before = [p.detach().clone() for p in names["decay"].parameters()]
     exec(compile(repeated.replace("=500", "=50").replace("=100", "=10"), page.name, "exec"), names)
     assert (names["tuner"].weight_step, names["tuner"].hyper_step) == (100, 10)
