@@ -112,13 +112,12 @@ def _along_trainings(setting: Setting, examples: Data, clock: Clock, seed: int) 
     ((rest, aside),) = setting.splits(examples)
     candidates: list[nn.Module] = []
     losses: list[Tensor] = []
-    for strength in (None, *setting.strengths):
+    for strength in (1.0, *setting.strengths):
         model = setting.model()
-        few = candidates[0] if candidates else None
-        if strength is None:
-            hyper = setting.few(model, len(rest[0]))
+        if candidates:
+            hyper = setting.many(model, len(rest[0]), candidates[0], strength)
         else:
-            hyper = setting.many(model, len(rest[0]), few, strength)
+            hyper = setting.few(model, len(rest[0]))
         _tune(setting, model, hyper, rest, Clock(clock.seconds / 2 / (1 + len(setting.strengths))))
         candidates.append(hyper)
         losses.append(setting.example_losses(model, aside))

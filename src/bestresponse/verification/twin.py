@@ -115,7 +115,7 @@ def twin(problem: Problem, thing: Any) -> tuple[Problem, Any]:
 
 
 class _Pass(NamedTuple):
-    """A training loss, the names that it reaches, whether it is in float64, and identities of its leaves."""
+    """A training loss, what it reaches, and whether its passes changed tensors other than weights and buffers."""
 
     loss: float
     reached: set[str]
@@ -190,7 +190,6 @@ def _part(batch: Any) -> Any:
     """Evenly spaced examples of a batch, or of each of several, whose tensors have one length; else all of it."""
     if isinstance(batch, Batches):
         return Batches([_part(b) for b in batch], batch.weights, batch.recompute)
-    if (length := length_of(batch)) is None:
-        return batch
+    length = length_of(batch) or 0
     rows = max(_ROWS, length // _SHARE)
     return batch if length <= rows else rows_of(batch, slice(None, rows * (length // rows), length // rows))
