@@ -19,7 +19,7 @@ from ..passes.substitution import Loss, Losses, places
 Fold = tuple[nn.Module, nn.Module, Any]
 
 # Forms that save less than batching does.
-_SMALL_FORMS = ("cross_entropy", "gelu")
+_SMALL_FORMS = ("cross_entropy", "gelu", "linear")
 # By how much the values of losses that are computed batched and in turn may differ, in units of the precision.
 _ROUNDING = 1e4
 

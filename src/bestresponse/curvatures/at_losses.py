@@ -25,6 +25,7 @@ from ..errors import EvaluationError, named
 from ..passes import graph
 from ..passes.checkpoint import recomputed
 from ..passes.cut_losses import Cut, Cuts, cut_losses
+from ..passes.unread import Unread
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, by_place, reached_weights
@@ -44,7 +45,9 @@ class AtLosses(Linearisation):
                 "GaussNewton(predict, loss, rest)."
             )
         self._passes, self._batch = passes, batch
-        loss, cuts = _run(passes, batch)
+        unread = Unread()
+        with unread.noticed():
+            loss, cuts = _run(passes, batch)
         self._cuts = Cuts(whole=cuts.whole, alone=cuts.alone)
         leaves, weights = [cut.leaf for cut in cuts.made], list(problem.weights.values())
         found = torch.autograd.grad(loss, [*leaves, *weights], create_graph=True, allow_unused=True)
@@ -78,16 +81,18 @@ class AtLosses(Linearisation):
                 **{n: r for n in self.names if (r := past[n]) is not None},
             }
         )
-        for s in self._slopes:
-            s.requires_grad_()
-        pulled = torch.autograd.grad(
-            self._outputs, self._weights, self._slopes, create_graph=True, allow_unused=True
-        )
-        graph.inspect_gradient(g for g in pulled if g is not None)
-        self._pulled = graph.edges({n: g for n, g in zip(self.names, pulled, strict=True) if g is not None})
         own = set(map(id, self._hyperparameters.values()))
         below = {id(node.variable) for node in nodes if hasattr(node, "variable")}
         self._outputs_depend = bool(own & (below | set(map(id, self._outputs))))
+        for s in self._slopes:
+            s.requires_grad_()
+        unread.all = not self._outputs_depend
+        with unread.left_out():
+            pulled = torch.autograd.grad(
+                self._outputs, self._weights, self._slopes, create_graph=True, allow_unused=True
+            )
+        graph.inspect_gradient(g for g in pulled if g is not None)
+        self._pulled = graph.edges({n: g for n, g in zip(self.names, pulled, strict=True) if g is not None})
 
     def __call__(self, v: Tree) -> Tree:
         return self._product(v, [])[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._tree import Tree
 from ..passes import graph
 from ..passes.checkpoint import recomputed
+from ..passes.unread import Unread
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights
@@ -42,7 +43,8 @@ class Hessian(Curvature):
 
 class _DoubleBackward(Linearisation):
     def __init__(self, passes: Passes, batch: Any) -> None:
-        with recomputed(alone=not passes.problem.group.averages):
+        unread = Unread()
+        with recomputed(alone=not passes.problem.group.averages), unread.noticed():
             loss = passes.train_loss(batch)
         self.reached = graph.leaves(loss)
         self.names = reached_weights(passes.problem, self.reached)
@@ -51,7 +53,8 @@ class _DoubleBackward(Linearisation):
         graph.inspect_loss(loss)
         self.kinks = kinks.of_loss(passes.problem, loss)
         warn_of_power_iterations(passes.problem)
-        gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
+        with unread.left_out():
+            gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
         graph.inspect_gradient(gradient)
         self._graph = graph.edges(dict(zip(self.names, gradient, strict=True)))
         others = list(self._hyperparameters.values())

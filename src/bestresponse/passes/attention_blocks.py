@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .tensors import plain, unseen, will_run
+from .unread import nothing, present
 
 # The numbers of a block: as many as fit into a processor's cache, or keep a GPU busy.
 _CPU, _GPU = 2**17, 2**22
@@ -125,7 +126,7 @@ def _gradient(g: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, d: Tensor |
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention) -> Tensor:
-        ctx.call, sums = call, None
+        ctx.call, ctx.unread, sums = call, present(), None
         if call.fused(q, v, mask):
             outputs, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *(x.unsqueeze(0) for x in (q, k, v)), 0.0, call.causal, scale=1.0
@@ -148,17 +149,29 @@ class _Attention(torch.autograd.Function):
         if not plain([g, q, k, v]):
             return *_gradient(g, q, k, v, *call.whole(q, k, mask)), None, None
         box = (outputs.detach(), sums)
-        return *_Gradient.apply(g, q, k, v, mask, box, call), None, None  # type: ignore[no-untyped-call]
+        return *_Gradient.apply(g, q, k, v, mask, box, call, ctx.unread.of_inputs), None, None  # type: ignore[no-untyped-call]
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradient of ⟨g, outputs⟩ with respect to q, k and v."""
+    """The gradient of ⟨g, outputs⟩ with respect to q, k and v, or zeros in its place."""
 
     @staticmethod
     def forward(
-        ctx: Any, g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, box: Any, call: Attention
+        ctx: Any,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        box: Any,
+        call: Attention,
+        without: bool,
     ) -> Three:
         outputs, sums = box
+        if without:
+            ctx.save_for_backward(g, q, k, v, mask, None)
+            ctx.call = call
+            return nothing(g, q.shape), nothing(g, k.shape), nothing(g, v.shape)
         ctx.save_for_backward(g, q, k, v, mask, (g * outputs).sum(-1, keepdim=True))
         ctx.call = call
         if sums is not None:
@@ -183,7 +196,7 @@ class _Gradient(torch.autograd.Function):
         g, q, k, v, mask, delta = saved
         call: Attention = ctx.call
         if torch.is_grad_enabled() or not plain(abc):
-            return *_whole_second(abc, (g, q, k, v), mask, call), None, None, None
+            return *_whole_second(abc, (g, q, k, v), mask, call), None, None, None, None
         found = tuple(torch.zeros_like(x) for x in (g, q, k, v))
         rest = any(will_run(node) for node, _ in ctx.next_functions[1:4])
         for block in call.blocks(q, k):
@@ -194,7 +207,7 @@ class _Gradient(torch.autograd.Function):
             p = call.probabilities(inputs[1], inputs[2], mask, block)
             part = [x[at] for x, at in zip(abc, of[1:], strict=True)]
             _add_second(into, part, inputs, p, call.factors(p, block), delta[n, rows] if rest else None)
-        return *(found if rest else (found[0], None, None, None)), None, None, None
+        return *(found if rest else (found[0], None, None, None)), None, None, None, None
 
 
 def _add_second(

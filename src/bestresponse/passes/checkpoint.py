@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import compress
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,9 @@ from torch.utils import checkpoint as of_torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import graph, random_state
-from .tensors import eager, will_run
+from .rerun import Map, gradient
+from .tensors import eager
+from .unread import present
 
 _active: ContextVar[bool] = ContextVar("_active", default=False)
 _inside: ContextVar[bool] = ContextVar("_inside", default=False)
@@ -207,7 +208,7 @@ class _Outputs(torch.autograd.Function):
     def forward(
         ctx: Any, block: _Block, values: list[Tensor], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.block, ctx.count, ctx.kinked = block, count, block.kinked
+        ctx.block, ctx.count, ctx.kinked, ctx.unread = block, count, block.kinked, present()
         ctx.save_for_backward(*tensors)
         outputs = tuple(values)
         values.clear()
@@ -215,83 +216,6 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
-        parameters = ctx.saved_tensors[ctx.count :]
-        return (
-            None,
-            None,
-            None,
-            *_gradient(_Map(ctx.block.again, parameters, ctx.block.holds), g, ctx.saved_tensors, ctx),
-        )
-
-
-class _Map(NamedTuple):
-    """A function of the tensors before ``parameters``, which it reads itself, with a graph to both.
-
-    ``keep`` says whether the graph has parts of others, which are not ours to free.
-    """
-
-    outputs: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
-    parameters: Sequence[Tensor]
-    keep: bool
-
-
-def _gradient(
-    function: _Map, g: Sequence[Tensor | None], tensors: Sequence[Tensor], ctx: Any
-) -> Sequence[Tensor | None]:
-    """The gradient of ⟨g, outputs⟩ with respect to those of all tensors to which the backward pass goes on."""
-    nodes = [node for node, _ in ctx.next_functions]
-    wanted = [x.requires_grad and will_run(n) for x, n in zip(tensors, nodes, strict=True)]
-    found: Sequence[Tensor | None] = _Gradient.apply(function, wanted, len(g), *g, *tensors)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Gradient(torch.autograd.Function):
-    """The gradient of ⟨g, outputs⟩ with respect to wanted tensors. Its own derivative is again such a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: _Map, wanted: Sequence[bool], count: int, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.function, ctx.wanted, ctx.count = function, wanted, count
-        ctx.save_for_backward(*tensors)
-        first = len(tensors) - len(function.parameters)
-        with torch.enable_grad():
-            arguments = [x.detach().requires_grad_() for x in tensors[count:first] if x is not None]
-            return tuple(_pulled(function, wanted, tensors[:count], arguments, False))
-
-    @staticmethod
-    def backward(ctx: Any, *v: Tensor | None) -> tuple[Tensor | None, ...]:
-        function, wanted, tensors = ctx.function, ctx.wanted, ctx.saved_tensors
-        given = [i for i in range(ctx.count) if tensors[i] is not None]
-
-        def outputs(arguments: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            g: list[Tensor | None] = [None] * ctx.count
-            for i, x in zip(given, arguments, strict=False):
-                g[i] = x
-            found = _pulled(function, wanted, g, arguments[len(given) :], True)
-            graph.inspect_gradient([x for x in found if x is not None], until=arguments)
-            return found
-
-        present = [x for x in tensors if x is not None]
-        found = iter(_gradient(_Map(outputs, function.parameters, function.keep), v, present, ctx))
-        return None, None, None, *(None if x is None else next(found) for x in tensors)
-
-
-def _pulled(
-    function: _Map,
-    wanted: Sequence[bool],
-    g: Sequence[Tensor | None],
-    arguments: Sequence[Tensor],
-    create_graph: bool,
-) -> list[Tensor | None]:
-    outputs = function.outputs(arguments)
-    pairs = [
-        (x, y) for x, y in zip(outputs, g, strict=True) if x is not None and y is not None and x.requires_grad
-    ]
-    live = list(compress([*arguments, *function.parameters], wanted))
-    if not (pairs and live):
-        return [None] * len(wanted)
-    values, along = zip(*pairs, strict=True)
-    keep = create_graph or function.keep
-    found = iter(torch.autograd.grad(values, live, along, keep, create_graph, allow_unused=True))
-    return [next(found) if x else None for x in wanted]
+        tensors, block = ctx.saved_tensors, ctx.block
+        function = Map(lambda inputs, _: block.again(inputs), tensors[ctx.count :], block.holds)
+        return None, None, None, *gradient(function, g, tensors, ctx, ctx.unread.of_inputs)

@@ -21,6 +21,7 @@ from .convolution import convolution, convolve
 from .cross_entropy import cross_entropy
 from .gelu import gelu
 from .layer_norm import layer_norm, native_layer_norm
+from .linear import linear
 from .recurrent import gru_step, lstm_step, recurrent, rnn_step
 from .tensors import computes_as_tensor
 
@@ -194,4 +195,5 @@ _TWICE |= {
     F.scaled_dot_product_attention: attend,
     F.cross_entropy: cross_entropy,
     F.gelu: gelu,
+    F.linear: linear,
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .tensors import Own, plain, unseen, will_run
+from .unread import nothing, present
 
 _BLOCK = 2**15  # numbers
 _CUBE = 0.044715
@@ -65,41 +66,42 @@ class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, curve: _Curve) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.curve = curve
+        ctx.curve, ctx.unread = curve, present()
         outputs: Tensor = curve.value(x)
         return outputs
 
     @staticmethod
     @unseen
     def backward(ctx: Any, saved: Sequence[Tensor], g: Tensor) -> tuple[Tensor, None]:
-        return _slope(g, saved[0], ctx.curve), None
+        return _slope(g, saved[0], ctx.curve, ctx.unread.of_inputs), None
 
 
 class _Slope(torch.autograd.Function):
-    """g f'(x)."""
+    """g f'(x), or zeros in its place."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor, curve: _Curve) -> Tensor:
+    def forward(ctx: Any, g: Tensor, x: Tensor, curve: _Curve, without: bool) -> Tensor:
         ctx.save_for_backward(g, x)
         ctx.curve = curve
-        return curve.slope(g, x)
+        return nothing(g, g.shape) if without else curve.slope(g, x)
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor | None, ...]:
         (g, x), (of_g, of_x) = saved, (will_run(node) for node, _ in ctx.next_functions[:2])
         curve: _Curve = ctx.curve
         return (
             _slope(v, x, curve) if of_g else None,
             _second(v, g, x, curve) if of_x else None,
             None,
+            None,
         )
 
 
-def _slope(g: Tensor, x: Tensor, curve: _Curve) -> Tensor:
+def _slope(g: Tensor, x: Tensor, curve: _Curve, without: bool = False) -> Tensor:
     if not plain([g, x]):
         return curve.slope(g, x)
-    slope: Tensor = _Slope.apply(g, x, curve)  # type: ignore[no-untyped-call]
+    slope: Tensor = _Slope.apply(g, x, curve, without)  # type: ignore[no-untyped-call]
     return slope
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .tensors import Own, plain, unseen, wide
+from .unread import nothing, present
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -130,7 +131,7 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor, norm: Norm) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.norm = norm
+        ctx.norm, ctx.unread = norm, present()
         return norm.outputs(x, w, b)
 
     @staticmethod
@@ -142,27 +143,32 @@ class _Normalised(torch.autograd.Function):
             return *norm.plain_gradients(g, x, w), None
         if not torch.is_grad_enabled():
             return *norm.gradients(g, x, w, ctx.needs_input_grad[:3]), None
-        of_x, of_w, of_b = _OfGradients.apply(g, (x, w), norm)  # type: ignore[no-untyped-call]
-        nothing, none = _OfRest.apply(x, w, (g, of_w.detach(), of_b.detach()), norm)  # type: ignore[no-untyped-call]
-        return of_x.add_(nothing), of_w + none, of_b, None
+        of_x, of_w, of_b = _OfGradients.apply(g, (x, w), norm, ctx.unread.of_inputs)  # type: ignore[no-untyped-call]
+        if ctx.unread.of_inputs:
+            return of_x, of_w, of_b, None
+        zeros, none = _OfRest.apply(x, w, (g, of_w.detach(), of_b.detach()), norm)  # type: ignore[no-untyped-call]
+        return of_x.add_(zeros), of_w + none, of_b, None
 
 
 class _OfGradients(torch.autograd.Function):
-    """The gradients, and their derivatives with respect to g."""
+    """The gradients, or zeros in their place, and their derivatives with respect to g."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, box: tuple[Tensor, Tensor], norm: Norm) -> Any:
+    def forward(ctx: Any, g: Tensor, box: tuple[Tensor, Tensor], norm: Norm, without: bool) -> Any:
         ctx.save_for_backward(*box)
         ctx.norm = norm
+        if without:
+            x, w = box
+            return nothing(g, x.shape), nothing(g, w.shape), nothing(g, w.shape)
         return norm.gradients(g, *box, (True, True, True))
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, saved: Sequence[Tensor], *v: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, saved: Sequence[Tensor], *v: Tensor) -> tuple[Tensor, None, None, None]:
         x, w = saved
         if torch.is_grad_enabled() or not plain(v):
-            return ctx.norm.plain_of_gradients(v, x, w), None, None
-        return ctx.norm.of_gradients(v, x, w), None, None
+            return ctx.norm.plain_of_gradients(v, x, w), None, None, None
+        return ctx.norm.of_gradients(v, x, w), None, None, None
 
 
 class _OfRest(torch.autograd.Function):
@@ -172,8 +178,7 @@ class _OfRest(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, box: Three, norm: Norm) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, w, *box)
         ctx.norm = norm
-        nothing = x.new_zeros(())
-        return nothing.expand_as(x), nothing.expand_as(w)
+        return nothing(x, x.shape), nothing(x, w.shape)
 
     @staticmethod
     @unseen
