@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .._tree import Tree
 from ..passes import graph
 from ..passes.checkpoint import recomputed
+from ..passes.unread import Unread
 from ..problem import Passes
 from .at_losses import AtLosses
 from .base import Curvature, Linearisation, by_place
@@ -82,15 +83,18 @@ class _OuterProduct(SplitLinearisation):
 
         self._parts = curvature, passes, batch
         self._again: Callable[[], Any] = again
-        return again()
+        self._unread = Unread()
+        with self._unread.noticed():
+            return again()
 
     def prepare(self, loss: OutputLoss, outputs: Any, moving: list[Tensor], batch: Any) -> None:
         self._outputs, self._closed = moving, hasattr(loss, "output_hessian")
         self._weigh = output_hessian(loss, outputs, moving, batch)
         self._dummies = [torch.zeros_like(x, requires_grad=True) for x in moving]
-        pulled = torch.autograd.grad(
-            moving, self.weights, self._dummies, create_graph=True, allow_unused=True
-        )
+        with self._unread.left_out(moving):
+            pulled = torch.autograd.grad(
+                moving, self.weights, self._dummies, create_graph=True, allow_unused=True
+            )
         self._pulled = self.inspected(pulled)
 
     def needs_graph(self, fitted: Tensor) -> bool:

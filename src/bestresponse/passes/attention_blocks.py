@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
         if not plain([g, q, k, v]):
             return *_gradient(g, q, k, v, *call.whole(q, k, mask)), None, None
         box = (outputs.detach(), sums)
-        return *_Gradient.apply(g, q, k, v, mask, box, call, ctx.unread.of_inputs), None, None  # type: ignore[no-untyped-call]
+        return *_Gradient.apply(g, q, k, v, mask, box, call, ctx.unread.of_all), None, None  # type: ignore[no-untyped-call]
 
 
 class _Gradient(torch.autograd.Function):

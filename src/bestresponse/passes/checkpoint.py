@@ -218,4 +218,4 @@ class _Outputs(torch.autograd.Function):
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
         tensors, block = ctx.saved_tensors, ctx.block
         function = Map(lambda inputs, _: block.again(inputs), tensors[ctx.count :], block.holds)
-        return None, None, None, *gradient(function, g, tensors, ctx, ctx.unread.of_inputs)
+        return None, None, None, *gradient(function, g, tensors, ctx, ctx.unread.of_all)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .tensors import Own, as_autocast, eager, plain, unseen
+from .unread import ends_at, nothing, present
 
 Each = int | Sequence[int]
 
@@ -116,7 +117,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, shape: _Shape) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.shape = shape
+        ctx.shape, ctx.ends, ctx.unread = shape, ends_at(w), present()
         return shape.of(x, w, bias)
 
     @staticmethod
@@ -126,35 +127,61 @@ class _Convolution(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         if not torch.is_grad_enabled() or not plain([grad, x, w]):
             return *ctx.shape.gradients(grad, x, w, wanted), None
-        of_input = ctx.shape.transposed(grad, w, x.shape) if wanted[0] else None
-        of_weights = _of_weights(grad, x, w.detach(), ctx.shape) if wanted[1] else None
+        all, without = ctx.unread.of_all, ctx.unread.of_weights and ctx.ends
+        of_input = _of_input(grad, w, x.shape, ctx.shape, all) if wanted[0] else None
+        of_weights = _of_weights(grad, x, w.detach(), ctx.shape, all or without) if wanted[1] else None
         of_bias = grad.sum([0, *range(2, grad.ndim)]) if wanted[2] else None
         return of_input, of_weights, of_bias, None
 
 
-def _of_weights(grad: Tensor, x: Tensor, like: Tensor, shape: _Shape) -> Tensor:
-    """The gradient with respect to weights ``like`` these."""
-    value: Tensor = _FromGrad.apply(grad, (x, like), shape)  # type: ignore[no-untyped-call]
-    nothing: Tensor = _FromInput.apply(x, (grad, like), shape)  # type: ignore[no-untyped-call]
-    return value + nothing
+def _of_input(grad: Tensor, w: Tensor, sizes: torch.Size, shape: _Shape, without: bool) -> Tensor:
+    """The gradient with respect to the input, or zeros in its place."""
+    if not without:
+        return shape.transposed(grad, w, sizes)
+    value: Tensor = _OfInput.apply(grad, (w,), sizes, shape)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _OfInput(torch.autograd.Function):
+    """Zeros in the place of the gradient, and its derivative with respect to grad."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, box: tuple[Tensor], sizes: torch.Size, shape: _Shape) -> Tensor:
+        ctx.save_for_backward(*box)
+        ctx.shape = shape
+        return nothing(grad, sizes)
+
+    @staticmethod
+    @unseen
+    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.shape.of(v, saved[0]), None, None, None
+
+
+def _of_weights(grad: Tensor, x: Tensor, like: Tensor, shape: _Shape, without: bool) -> Tensor:
+    """The gradient with respect to weights ``like`` these, or zeros in its place."""
+    value: Tensor = _FromGrad.apply(grad, (x, like), shape, without)  # type: ignore[no-untyped-call]
+    zeros: Tensor = _FromInput.apply(x, (grad, like), shape)  # type: ignore[no-untyped-call]
+    return value + zeros
 
 
 class _FromGrad(torch.autograd.Function):
-    """The value, and its derivative with respect to grad."""
+    """The value, or zeros in its place, and its derivative with respect to grad."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, box: tuple[Tensor, Tensor], shape: _Shape) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, box: tuple[Tensor, Tensor], shape: _Shape, without: bool) -> Tensor:
         ctx.save_for_backward(box[0])
         ctx.shape = shape
+        if without:
+            return nothing(grad, box[1].shape)
         of_weights = shape.gradients(grad, *box, (False, True, False))[1]
         assert of_weights is not None
         return of_weights
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, saved: Sequence[Tensor], v: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = saved
-        return ctx.shape.of(x, v), None, None
+        return ctx.shape.of(x, v), None, None, None
 
 
 class _FromInput(torch.autograd.Function):
@@ -164,7 +191,7 @@ class _FromInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, box: tuple[Tensor, Tensor], shape: _Shape) -> Tensor:
         ctx.save_for_backward(box[0])
         ctx.shape, ctx.sizes = shape, x.shape
-        return torch.zeros_like(box[1])
+        return nothing(x, box[1].shape)
 
     @staticmethod
     @unseen

@@ -73,7 +73,7 @@ class _Value(torch.autograd.Function):
     @staticmethod
     @unseen
     def backward(ctx: Any, saved: Sequence[Tensor], g: Tensor) -> tuple[Tensor, None]:
-        return _slope(g, saved[0], ctx.curve, ctx.unread.of_inputs), None
+        return _slope(g, saved[0], ctx.curve, ctx.unread.of_all), None
 
 
 class _Slope(torch.autograd.Function):

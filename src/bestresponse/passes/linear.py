@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .tensors import Own, plain, unseen, will_run
-from .unread import nothing, present
+from .unread import ends_at, nothing, present
 
 # A smaller product of matrices costs less than the calls of Python around it.
 _SMALL = 2**24
@@ -36,9 +36,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        # Otherwise other operations may take the gradient of the weights further.
-        ctx.ends = type(w) is nn.Parameter and w.is_leaf and not w._backward_hooks
-        ctx.unread = present()
+        ctx.ends, ctx.unread = ends_at(w), present()
         y = torch.empty(
             *x.shape[:-1], len(w), dtype=x.dtype, device=x.device
         )  # no view: it may be changed in place
@@ -51,7 +49,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
         x, w = saved
         of_x, of_w, of_bias = ctx.needs_input_grad[:3]
-        all, without = ctx.unread.of_inputs, ctx.unread.of_weights and ctx.ends
+        all, without = ctx.unread.of_all, ctx.unread.of_weights and ctx.ends
         return (
             (_OfInput.apply(g, (w,)) if all else g @ w) if of_x else None,  # type: ignore[no-untyped-call]
             _of_weights(g, x, without or all) if of_w else None,

@@ -143,8 +143,8 @@ class _Normalised(torch.autograd.Function):
             return *norm.plain_gradients(g, x, w), None
         if not torch.is_grad_enabled():
             return *norm.gradients(g, x, w, ctx.needs_input_grad[:3]), None
-        of_x, of_w, of_b = _OfGradients.apply(g, (x, w), norm, ctx.unread.of_inputs)  # type: ignore[no-untyped-call]
-        if ctx.unread.of_inputs:
+        of_x, of_w, of_b = _OfGradients.apply(g, (x, w), norm, ctx.unread.of_all)  # type: ignore[no-untyped-call]
+        if ctx.unread.of_all:
             return of_x, of_w, of_b, None
         zeros, none = _OfRest.apply(x, w, (g, of_w.detach(), of_b.detach()), norm)  # type: ignore[no-untyped-call]
         return of_x.add_(zeros), of_w + none, of_b, None

@@ -65,7 +65,7 @@ class _Gradient(torch.autograd.Function):
             g: list[Tensor | None] = [None] * ctx.count
             for i, x in zip(given, arguments, strict=False):
                 g[i] = x
-            found = _pulled(function, wanted, g, arguments[len(given) :], Unread(all=linear))
+            found = _pulled(function, wanted, g, arguments[len(given) :], Unread(), linear)
             graph.inspect_gradient([x for x in found if x is not None], until=arguments)
             return found
 
@@ -80,8 +80,9 @@ def _pulled(
     g: Sequence[Tensor | None],
     arguments: Sequence[Tensor],
     unread: Unread | None = None,
+    only: bool = False,
 ) -> list[Tensor | None]:
-    """The gradient, or with ``unread`` its graph."""
+    """The gradient, or with ``unread`` its graph: along ``g`` only, or along all tensors."""
     # A graph may be differentiated along all tensors.
     linear = unread is None and function.linear > 0 and not any(wanted[function.linear :])
     with nullcontext() if unread is None else unread.noticed():
@@ -94,7 +95,7 @@ def _pulled(
         return [None] * len(wanted)
     values, along = zip(*pairs, strict=True)
     again = unread is not None
-    with nullcontext() if unread is None else unread.left_out():
+    with nullcontext() if unread is None else unread.left_out(values if only else ()):
         found = iter(
             torch.autograd.grad(values, live, along, again or function.keep, again, allow_unused=True)
         )

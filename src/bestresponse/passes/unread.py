@@ -3,35 +3,36 @@
 Forms of functions then leave values out, and put zeros without memory in their place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from . import graph
+from .tensors import Own
 
 _present: ContextVar["Unread | None"] = ContextVar("_present", default=None)
+_OWN = __name__.partition(".")[0]
 
 
 class Unread:
-    """A gradient whose values are left out while its graph is made.
+    """The values that are left out while the graph of a gradient is made."""
 
-    Args:
-        all: whether all values are left out, and not only those for weights, which nothing but a sum takes further. The
-            graph is then right along its linear argument only, the gradient that goes in.
-    """
-
-    def __init__(self, all: bool = False) -> None:
-        self.all, self._now = all, False
+    def __init__(self) -> None:
+        self._now = self._all = self._hooked = False
 
     @property
     def of_weights(self) -> bool:
-        """Whether the values for weights are left out now."""
-        return self._now
+        """Whether the values for weights are left out now, which nothing but a sum takes further."""
+        return self._now and torch.is_grad_enabled()  # not in a gradient inside, whose values are read
 
     @property
-    def of_inputs(self) -> bool:
-        """Whether the others are left out now."""
-        return self._now and self.all
+    def of_all(self) -> bool:
+        """Whether all values are left out now."""
+        return self.of_weights and self._all
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
@@ -43,13 +44,24 @@ class Unread:
             _present.reset(token)
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Make the graph of the gradient."""
-        self._now = True
+    def left_out(self, all_of: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Make the graph of the gradient.
+
+        Args:
+            all_of: tensors whose gradient will be differentiated along what goes into it only. In that it is linear, so
+                that no value is needed at all, except where hooks and functions of others may be something else: they
+                clip gradients.
+        """
+        outputs = list(all_of)
+        self._now, self._all = True, bool(outputs) and not self._hooked and not _has_others(outputs)
         try:
             yield
         finally:
-            self._now = False
+            self._now = self._all = False
+
+    def hook(self) -> None:
+        """Note that a tensor of the run has a hook."""
+        self._hooked = True
 
 
 def present() -> Unread:
@@ -57,6 +69,28 @@ def present() -> Unread:
     return _present.get() or Unread()
 
 
+def register_hook(own: Own, *given: Any) -> Any:
+    """The form of ``torch.Tensor.register_hook``."""
+    present().hook()
+    return own()
+
+
+def ends_at(w: Tensor) -> bool:
+    """Whether no operation but a sum takes the gradient of these weights further."""
+    return type(w) is nn.Parameter and w.is_leaf and not w._backward_hooks
+
+
 def nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros without memory."""
     return like.new_zeros(()).expand(shape)
+
+
+def _has_others(outputs: Sequence[Tensor]) -> bool:
+    """Whether a gradient of these passes through functions of others, or hooks of modules or leaves."""
+    for node in graph.nodes(outputs):
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and function.__module__.partition(".")[0] != _OWN:
+            return True
+        if hasattr(node, "variable") and node.variable._backward_hooks:
+            return True
+    return False
