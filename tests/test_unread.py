@@ -91,10 +91,14 @@ class Clipped(torch.autograd.Function):
         return g.clamp(-1e-4, 1e-4)
 
 
-def clipped():
-    net = Net()
+def clipped(make=Net):
+    net = make()
     net.up.register_forward_hook(lambda m, given, y: Clipped.apply(y))
     return net
+
+
+def clipped_in_a_checkpoint():
+    return clipped(checkpointed)
 
 
 def frozen():
@@ -156,7 +160,10 @@ def same(found, expected):
             assert (found[n] - x).norm() <= 1e-13 * (x.norm() + 1e-3)
 
 
-NETS = [Net, checkpointed, parametrised, hooked, divided, module_hooked, clipped, frozen]
+NETS = [
+    *(Net, checkpointed, parametrised, hooked, divided, module_hooked),
+    *(clipped, clipped_in_a_checkpoint, frozen),
+]
 CASES = [
     *(("Hessian", make, loss) for make in NETS for loss in (train_loss, moved_loss)),
     *(("Hessian", make, penalised_loss) for make in NETS if make not in (frozen, parametrised)),

@@ -104,6 +104,7 @@ def _in_form(function: Any, args: Any, named: dict[str, Any], own: Callable[[], 
     if any(_of_weights_alone(outputs[i], copies) for i in live):
         random_state.restore(block.random)
         return own()
+    present().look_at(outputs[i] for i in live)
     nodes = list(graph.nodes(outputs[i] for i in live))
     block.kinked = any(map(graph.is_kinked, nodes))
     block.holds = any(n._sequence_nr() < begin for n in nodes if not hasattr(n, "variable"))

@@ -22,7 +22,7 @@ class Unread:
     """The values that are left out while the graph of a gradient is made."""
 
     def __init__(self) -> None:
-        self._now = self._all = self._hooked = False
+        self._now = self._all = self._kept = False
 
     @property
     def of_weights(self) -> bool:
@@ -53,15 +53,23 @@ class Unread:
                 clip gradients.
         """
         outputs = list(all_of)
-        self._now, self._all = True, bool(outputs) and not self._hooked and not _has_others(outputs)
+        self.look_at(outputs)
+        self._now, self._all = True, bool(outputs) and not self._kept
         try:
             yield
         finally:
             self._now = self._all = False
 
-    def hook(self) -> None:
-        """Note that a tensor of the run has a hook."""
-        self._hooked = True
+    def keep(self) -> None:
+        """Note that some values are needed."""
+        self._kept = True
+
+    def look_at(self, outputs: Iterable[Tensor]) -> None:
+        """Note functions of others, and hooks of leaves, in the graph of these."""
+        for node in graph.nodes(outputs):
+            function = getattr(node, "_forward_cls", None)
+            others = function is not None and function.__module__.partition(".")[0] != _OWN
+            self._kept |= others or bool(hasattr(node, "variable") and node.variable._backward_hooks)
 
 
 def present() -> Unread:
@@ -71,7 +79,7 @@ def present() -> Unread:
 
 def register_hook(own: Own, *given: Any) -> Any:
     """The form of ``torch.Tensor.register_hook``."""
-    present().hook()
+    present().keep()
     return own()
 
 
@@ -83,14 +91,3 @@ def ends_at(w: Tensor) -> bool:
 def nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros without memory."""
     return like.new_zeros(()).expand(shape)
-
-
-def _has_others(outputs: Sequence[Tensor]) -> bool:
-    """Whether a gradient of these passes through functions of others, or hooks of modules or leaves."""
-    for node in graph.nodes(outputs):
-        function = getattr(node, "_forward_cls", None)
-        if function is not None and function.__module__.partition(".")[0] != _OWN:
-            return True
-        if hasattr(node, "variable") and node.variable._backward_hooks:
-            return True
-    return False
