@@ -10,6 +10,7 @@ from torch import nn
 import bestresponse as br
 from bestresponse.curvatures.base import Linearisation
 from bestresponse.curvatures.by_products import ByProducts
+from bestresponse.curvatures.several_batches import MeanLinearisation
 from bestresponse.solvers import Report, Solution, Status
 
 
@@ -97,6 +98,49 @@ def test_the_solution_is_the_same_as_by_a_pass_of_its_own(monkeypatch, warm_star
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.total, other.total, rtol=1e-10, atol=1e-14)
         assert one.solve.products == other.solve.products
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("curvature", [br.Hessian(), br.GaussNewton()])
+@pytest.mark.parametrize("hyper", [Sources, Inputs])
+def test_several_batches_share_their_passes(monkeypatch, hyper, curvature, recompute):
+    problem, (x, y), val = problem_of(hyper())
+    pieces = [(a, b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    method = br.Implicit(br.ConjugateGradient(3, damping=1.0), curvature, estimate_error=False)
+    weighed = br.Batches(pieces, weights=[1.0, 2.0, 3.0, 4.0], recompute=recompute)
+    expected = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(MeanLinearisation, "with_mixed", Linearisation.with_mixed)
+        calls, own = [], MeanLinearisation.mixed
+        with monkeypatch.context() as patch:
+            patch.setattr(MeanLinearisation, "mixed", lambda *g, own=own: calls.append(1) or own(*g))  # noqa: B023
+            expected.append(br.hypergradient(problem, weighed, val, method))
+        assert len(calls) == (0 if shares and hyper is Sources else 1)
+    torch.testing.assert_close(expected[0].total, expected[1].total, rtol=1e-12, atol=1e-14)
+
+
+def test_of_several_batches_one_may_not_share_its_pass():
+    """Whose outputs depend on a hyperparameter."""
+    problem, batch, val = problem_of(Sources())
+    own = problem.train_loss
+    second = tuple(x.flip(0) for x in batch)
+
+    def scaled(model, hyper, given):
+        x, y = given
+        return own(model, hyper, (x * hyper.logs.exp().mean(), y) if given is second else given)
+
+    mixed = br.Problem(problem.model, problem.hyper, scaled, problem.val_loss)
+    method = br.Implicit(br.ConjugateGradient(3, damping=1.0), br.GaussNewton())
+    found = [
+        br.hypergradient(mixed, br.Batches([batch, second], recompute=recompute), val, method).total
+        for recompute in (False, True)
+    ]
+    whole = lambda m, h, b: (scaled(m, h, batch) + scaled(m, h, second)) / 2  # noqa: E731
+    one = br.Problem(problem.model, problem.hyper, whole, problem.val_loss)
+    expected = br.hypergradient(one, batch, val, method).total
+    for total in found:
+        torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_no_pass_is_made_for_the_solution_alone(monkeypatch):

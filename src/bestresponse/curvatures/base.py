@@ -44,8 +44,11 @@ class Linearisation(ABC):
         ``last`` marks the last call, which frees the memory of the linearisation.
         """
 
-    def with_mixed(self, v: Tree) -> tuple[Tree, dict[str, Tensor | None]] | None:
-        """A v and `mixed` of v, if a product gives both at hardly more than its own cost; else None."""
+    def with_mixed(self, v: Tree) -> tuple[Tree, dict[str, Tensor | None] | None] | None:
+        """A v and `mixed` of v, if a product gives both at hardly more than its own cost.
+
+        Else None, or A v and None.
+        """
         return None
 
     def gradient(self) -> Tree | None:

@@ -39,12 +39,10 @@ class ByProducts:
         # After many products they would take more memory than a vector of weights, and then more than a pass is worth.
         full = self._kept > sum(x.numel() for x in v.values())
         both = None if full else self.system.with_mixed(v)
-        if both is None:
-            self._found.append(None)
-            return self.system(v)
-        self._found.append(both[1])
-        self._kept += sum(x.numel() for x in both[1].values() if x is not None)
-        return both[0]
+        product, found = (self.system(v), None) if both is None else both
+        self._found.append(found)
+        self._kept += sum(x.numel() for x in (found or {}).values() if x is not None)
+        return product
 
     def of(self, solution: Solution) -> Derivatives | None:
         """The mixed product of a solution; None if it has to be computed."""

@@ -46,7 +46,7 @@ class WithoutHeld(Linearisation):
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         return self._system.mixed(self.responding(v), last)
 
-    def with_mixed(self, v: Tree) -> tuple[Tree, dict[str, Tensor | None]] | None:
+    def with_mixed(self, v: Tree) -> tuple[Tree, dict[str, Tensor | None] | None] | None:
         both = self._system.with_mixed(self.responding(v))
         return None if both is None else (self.responding(both[0]), both[1])
 

@@ -14,6 +14,7 @@ from ..passes import graph
 from ..problem import Passes
 from . import kinks
 from .base import Curvature, Linearisation, reached_weights, warn_of_unreached
+from .by_products import Derivatives
 from .held import without_held
 from .over_ranks import over_ranks
 
@@ -68,6 +69,19 @@ class MeanLinearisation(Linearisation):
         for number, weight in enumerate(self._batches.weights):
             self._add_product(total, number, weight, v)
         return total
+
+    def with_mixed(self, v: Tree) -> tuple[Tree, Derivatives | None]:
+        total, shared = _tree.zeros_like(v), True
+        mixed: Derivatives = dict.fromkeys(self._passes.problem.hyperparameters)
+        for number, weight in enumerate(self._batches.weights):
+            with self._part(number) as part:
+                own = {name: v[name] for name in part.names}
+                both = part.with_mixed(own) if shared else None
+                product, found = (part(own), None) if both is None else both
+            _add(total, product, weight)
+            shared = found is not None
+            mixed = {n: graph.plus(x, found[n], weight) for n, x in mixed.items()} if found else {}
+        return total, mixed if shared else None
 
     def in_turn(self, first: int) -> Callable[[Tree], Tree]:
         count = first
@@ -126,9 +140,7 @@ class MeanLinearisation(Linearisation):
     def _add_product(self, total: Tree, number: int, weight: float, v: Tree) -> Tree:
         with self._part(number) as part:
             product = part({name: v[name] for name in part.names})
-        for name, x in product.items():
-            total[name].add_(x, alpha=weight)
-        return total
+        return _add(total, product, weight)
 
     @contextmanager
     def _part(self, number: int) -> Iterator[Linearisation]:
@@ -139,3 +151,10 @@ class MeanLinearisation(Linearisation):
                 part = self._curvature.linearise(self._passes, self._batches.batches[number])
                 self._details[part.detail] = None
                 yield part
+
+
+def _add(total: Tree, product: Tree, weight: float) -> Tree:
+    """Add a product, which may lack some names, in place."""
+    for name, x in product.items():
+        total[name].add_(x, alpha=weight)
+    return total
