@@ -13,6 +13,10 @@ a training gradient and Adam's step. Memory is the peak of another process above
 libraries loaded, where freed memory returns to the system (MALLOC_MMAP_THRESHOLD_).
 
 prints one table, and writes hyper_step.json into --out.
+
+    python benchmarks/hyper_step.py --threads 1 --parts "wide GPT, 8 × 128 tokens"
+
+prints what the parts of a hyper-step on one network take, in training gradients.
 """
 
 import argparse
@@ -27,10 +31,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformer import GPT, WORDS, Size, Work, measured, resident
+from transformer import GPT, WORDS, Size, Work, measured, medians, named, resident, void
 
 import bestresponse as br
 from bestresponse._layout import table
+from bestresponse.curvatures.several_batches import linear_system
 from bestresponse.experiments.runs import versions, write_whole
 
 
@@ -199,6 +204,33 @@ def row(network: str, what: str, repeats: int, verify: bool) -> dict[str, float]
     }
 
 
+def parts(network: Network, curvature: str, repeats: int) -> dict[str, float]:
+    """The times of the parts of a hyper-step, in training gradients."""
+    training = Training(network, verify=False)
+    for _ in range(5):
+        training.step()
+    steps = medians({"gradient": training.gradient, "a weight step": training.step}, repeats)
+    problem, kind, train, val = training.problem, named(curvature), training.train, training.val
+    weights = list(problem.weights.values())
+    with problem.undisturbed(None) as passes:
+        system = linear_system(kind, passes, train)
+        v = {n: torch.randn_like(problem.weights[n]) for n in system.names}
+        times = medians(
+            {
+                "gradient": training.gradient,
+                "validation gradient": lambda: void(torch.autograd.grad(passes.val_loss(val), weights)),
+                "the graph of the training gradient": lambda: void(linear_system(kind, passes, train)),
+                "a product": lambda: void(system(v)),
+                "a product with the mixed term of its vector": lambda: void(system.with_mixed(v)),
+                "the mixed term alone": lambda: void(system.mixed(v, False)),
+            },
+            repeats,
+        )
+    unit = times.pop("gradient")
+    own = {"a weight step": steps["a weight step"] / steps["gradient"]}
+    return own | {name: t / unit for name, t in times.items()}
+
+
 def lines(rows: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
     """The rows of the table, without what was refused."""
     return [
@@ -229,6 +261,7 @@ def main() -> None:
         "--no-verify", action="store_true", help="leave out the verification of the first call"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/hyper_step"))
+    parser.add_argument("--parts", choices=NETWORKS, help="the parts of a hyper-step on this network only")
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -238,6 +271,12 @@ def main() -> None:
             print(json.dumps(row(*options.row, options.repeats, not options.no_verify)))
         except br.Error as error:
             print(json.dumps({"memory": 0.0, "refused": f"{type(error).__name__}: {error}"}))
+        return
+    if options.parts:
+        kinds = ("Hessian", "GaussNewton")
+        columns = {kind: parts(NETWORKS[options.parts], kind, 2 * options.repeats) for kind in kinds}
+        print(f"torch {torch.__version__}, {options.threads} thread(s); times in training gradients")
+        print(table([{"part": p, **{k: f"{columns[k][p]:.2f}" for k in kinds}} for p in columns["Hessian"]]))
         return
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for network in options.networks:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .tensors import Own, plain, unseen, will_run
@@ -37,12 +38,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.ends, ctx.unread = ends_at(w), present()
-        y = torch.empty(
-            *x.shape[:-1], len(w), dtype=x.dtype, device=x.device
-        )  # no view: it may be changed in place
-        rows, flat = x.flatten(0, -2), y.flatten(0, -2)
-        torch.mm(rows, w.mT, out=flat) if bias is None else torch.addmm(bias, rows, w.mT, out=flat)
-        return y
+        y = F.linear(x.flatten(0, -2), w, bias)
+        # No view of it, which could not be changed in place.
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(w)])  # type: ignore[no-any-return]
 
     @staticmethod
     @unseen
