@@ -86,7 +86,7 @@ class AtLosses(Linearisation):
         self._outputs_depend = bool(own & (below | set(map(id, self._outputs))))
         for s in self._slopes:
             s.requires_grad_()
-        with unread.left_out(() if self._outputs_depend else self._outputs):
+        with unread.left_out(self._outputs, all=not self._outputs_depend):
             pulled = torch.autograd.grad(
                 self._outputs, self._weights, self._slopes, create_graph=True, allow_unused=True
             )

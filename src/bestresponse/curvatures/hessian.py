@@ -53,7 +53,7 @@ class _DoubleBackward(Linearisation):
         graph.inspect_loss(loss)
         self.kinks = kinks.of_loss(passes.problem, loss)
         warn_of_power_iterations(passes.problem)
-        with unread.left_out():
+        with unread.left_out([loss]):
             gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
         graph.inspect_gradient(gradient)
         self._graph = graph.edges(dict(zip(self.names, gradient, strict=True)))

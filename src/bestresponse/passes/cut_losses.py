@@ -79,7 +79,7 @@ class Cuts:
 
     def below(self, x: Tensor) -> set[int]:
         """The numbers of the arguments that were cut before, and on whose copies a tensor depends."""
-        if x.grad_fn is None or not self.made:
+        if graph.made_by(x) is None or not self.made:
             return {cut.number for cut in self.made if cut.leaf is x}
         walked = list(graph.nodes([x], seen=self._clear))
         ids = {id(node.variable) for node in walked if hasattr(node, "variable")}
@@ -177,7 +177,7 @@ def _dim_of_classes(x: Tensor, function: Any) -> int | None:
     """The dimension along which x has logarithms of probabilities; None if it has none, or may have several."""
     if x.numel() == 0 or x.ndim == 0:
         return None
-    node: Any = x.grad_fn
+    node = graph.made_by(x)
     if function is F.kl_div and node is not None and node.name().startswith("LogSoftmaxBackward"):
         saved = int(node._saved_dim)  # dimensions from the end appear as unsigned numbers
         return (saved - 2**64 if saved >= 2**63 else saved) % x.ndim

@@ -24,7 +24,7 @@ from .layer_norm import layer_norm, native_layer_norm
 from .linear import linear
 from .recurrent import gru_step, lstm_step, recurrent, rnn_step
 from .tensors import computes_as_tensor
-from .unread import register_hook
+from .unread import may_hook
 
 Form = Callable[..., Any]
 
@@ -197,5 +197,6 @@ _TWICE |= {
     F.cross_entropy: cross_entropy,
     F.gelu: gelu,
     F.linear: linear,
-    torch.Tensor.register_hook: register_hook,
+    torch.Tensor.register_hook: may_hook,
+    torch.Tensor.grad_fn.__get__: may_hook,  # type: ignore[union-attr]
 }

@@ -65,13 +65,20 @@ def nodes(
     Nodes in ``seen`` are passed over, and those that are not are added.
     """
     seen = set() if seen is None else seen
-    seen |= {x.grad_fn for x in until}
+    seen |= set(map(made_by, until))
     pending = []
     for x in tensors:
-        if x.grad_fn is not None and x.grad_fn not in seen:
-            seen.add(x.grad_fn)
-            pending.append(x.grad_fn)
+        node = made_by(x)
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending.append(node)
     yield from _walk(pending, seen)
+
+
+def made_by(x: Tensor) -> Any:
+    """The node that made a tensor, read so that no function mode sees it: it shows who puts a hook there."""
+    with torch._C.DisableTorchFunction():
+        return x.grad_fn
 
 
 def below(node: Any) -> Iterator[Any]:

@@ -51,7 +51,7 @@ class _Linear(torch.autograd.Function):
         return (
             (_OfInput.apply(g, (w,)) if all else g @ w) if of_x else None,  # type: ignore[no-untyped-call]
             _of_weights(g, x, without or all) if of_w else None,
-            g.flatten(0, -2).sum(0) if of_bias else None,
+            g.reshape(-1, g.shape[-1]).sum(0) if of_bias else None,
         )
 
 
@@ -85,7 +85,7 @@ class _OfWeights(torch.autograd.Function):
 
 
 def _of_weights(g: Tensor, x: Tensor, without: bool) -> Tensor:
-    g, x = g.flatten(0, -2), x.flatten(0, -2)
+    g, x = (t.reshape(-1, t.shape[-1]) for t in (g, x))
     if not plain([g, x]):
         return g.mT @ x
     value: Tensor = _OfWeights.apply(g, x, without)  # type: ignore[no-untyped-call]

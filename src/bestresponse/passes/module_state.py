@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _tree
-from . import random_state
+from . import graph, random_state
 from .embedding import has_max_norm
 
 # Tensors that are not weights are copied and restored by value, up to so many bytes together.
@@ -238,7 +238,7 @@ def put_back(tensor: Tensor, kept: Tensor) -> None:
 def _holds_values(x: Tensor) -> bool:
     """Whether user code can have changed a tensor: a plain leaf with its own memory."""
     return (
-        x.grad_fn is None
+        graph.made_by(x) is None
         and x.layout == torch.strided
         and x.device.type != "meta"
         and not x.is_quantized

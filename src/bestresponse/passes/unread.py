@@ -19,7 +19,11 @@ _OWN = __name__.partition(".")[0]
 
 
 class Unread:
-    """The values that are left out while the graph of a gradient is made."""
+    """The values of a gradient that are left out while its graph is made.
+
+    None are left out where hooks or functions of others may read them, or take them further in a way that is not
+    linear: they clip gradients.
+    """
 
     def __init__(self) -> None:
         self._now = self._all = self._kept = False
@@ -44,24 +48,23 @@ class Unread:
             _present.reset(token)
 
     @contextmanager
-    def left_out(self, all_of: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Make the graph of the gradient.
+    def left_out(self, outputs: Iterable[Tensor], all: bool = False) -> Iterator[None]:
+        """Make the graph of the gradient of these outputs.
 
         Args:
-            all_of: tensors whose gradient will be differentiated along what goes into it only. In that it is linear, so
-                that no value is needed at all, except where hooks and functions of others may be something else: they
-                clip gradients.
+            outputs: results of the run.
+            all: whether it will be differentiated along what goes into it only. In that it is linear, so that no value
+                is needed.
         """
-        outputs = list(all_of)
         self.look_at(outputs)
-        self._now, self._all = True, bool(outputs) and not self._kept
+        self._now, self._all = not self._kept, all
         try:
             yield
         finally:
             self._now = self._all = False
 
     def keep(self) -> None:
-        """Note that some values are needed."""
+        """Note that values are needed."""
         self._kept = True
 
     def look_at(self, outputs: Iterable[Tensor]) -> None:
@@ -77,15 +80,15 @@ def present() -> Unread:
     return _present.get() or Unread()
 
 
-def register_hook(own: Own, *given: Any) -> Any:
-    """The form of ``torch.Tensor.register_hook``."""
+def may_hook(own: Own, *given: Any) -> Any:
+    """The form of ``torch.Tensor.register_hook``, and of a read of ``grad_fn``, which has hooks too."""
     present().keep()
     return own()
 
 
 def ends_at(w: Tensor) -> bool:
     """Whether no operation but a sum takes the gradient of these weights further."""
-    return type(w) is nn.Parameter and w.is_leaf and not w._backward_hooks
+    return type(w) is nn.Parameter and w.is_leaf
 
 
 def nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
