@@ -1,8 +1,7 @@
 """The linearised training gradient of one batch or of several."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +16,8 @@ from .base import Curvature, Linearisation, reached_weights, warn_of_unreached
 from .by_products import Derivatives
 from .held import without_held
 from .over_ranks import over_ranks
+
+T = TypeVar("T")
 
 
 def linear_system(curvature: Curvature, passes: Passes, batch: Any) -> Linearisation:
@@ -38,26 +39,19 @@ def linearised(curvature: Curvature, passes: Passes, batch: Any) -> Linearisatio
 
 
 class MeanLinearisation(Linearisation):
-    """The weighted mean of the linearisations of several batches: all kept, or one at a time, rebuilt for each use."""
+    """The weighted mean of the linearisations of several batches: all kept, or one at a time, made again for each use.
+
+    One at a time, the last one of a product is the first of the next product.
+    """
 
     def __init__(self, curvature: Curvature, passes: Passes, batches: Batches) -> None:
         self._curvature, self._passes, self._batches = curvature, passes, batches
-        self._parts: list[Linearisation] = []
-        self.reached = set()
-        found = []
-        for number, batch in enumerate(batches):
-            with passes.numbered(number):
-                if batches.recompute:
-                    loss = passes.train_loss(batch)
-                    self.reached |= graph.leaves(loss)
-                    found.append(kinks.of_loss(passes.problem, loss))
-                else:
-                    self._parts.append(curvature.linearise(passes, batch))
-                    self.reached |= self._parts[-1].reached
-                    found.append(self._parts[-1].kinks)
-        self.kinks = kinks.mean(zip(found, batches.weights, strict=True))
+        self._held: dict[int, Linearisation] = {}
+        self._details: dict[str, None] = {}
+        found = self._of_each(lambda part: [(part.reached, part.kinks)])
+        self.reached = set().union(*(reached for reached, _ in found))
+        self.kinks = kinks.mean(zip((own for _, own in found), batches.weights, strict=True))
         self.names = reached_weights(passes.problem, self.reached)
-        self._details = dict.fromkeys(part.detail for part in self._parts)
 
     @property
     def detail(self) -> str:  # type: ignore[override]
@@ -66,22 +60,28 @@ class MeanLinearisation(Linearisation):
 
     def __call__(self, v: Tree) -> Tree:
         total = _tree.zeros_like(v)
-        for number, weight in enumerate(self._batches.weights):
-            self._add_product(total, number, weight, v)
+        for number in self._order():
+            self._add_product(total, number, self._batches.weights[number], v)
         return total
 
     def with_mixed(self, v: Tree) -> tuple[Tree, Derivatives | None]:
-        total, shared = _tree.zeros_like(v), True
-        mixed: Derivatives = dict.fromkeys(self._passes.problem.hyperparameters)
-        for number, weight in enumerate(self._batches.weights):
-            with self._part(number) as part:
-                own = {name: v[name] for name in part.names}
-                both = part.with_mixed(own) if shared else None
-                product, found = (part(own), None) if both is None else both
+        total = _tree.zeros_like(v)
+        mixed: Derivatives | None = dict.fromkeys(self._passes.problem.hyperparameters)
+
+        def add(part: Linearisation) -> Derivatives | None:
+            own = _named(part, v)
+            product, found = (None if mixed is None else part.with_mixed(own)) or (part(own), None)
             _add(total, product, weight)
-            shared = found is not None
-            mixed = {n: graph.plus(x, found[n], weight) for n, x in mixed.items()} if found else {}
-        return total, mixed if shared else None
+            return found
+
+        for number in self._order():
+            weight = self._batches.weights[number]
+            found = self._of(number, add)
+            if mixed is not None:
+                mixed = (
+                    None if found is None else {n: graph.plus(x, found[n], weight) for n, x in mixed.items()}
+                )
+        return total, mixed
 
     def in_turn(self, first: int) -> Callable[[Tree], Tree]:
         count = first
@@ -97,60 +97,66 @@ class MeanLinearisation(Linearisation):
         return product
 
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
-        total: dict[str, Tensor | None] = dict.fromkeys(self._passes.problem.hyperparameters)
-        for number, weight in enumerate(self._batches.weights):
-            with self._part(number) as part:
-                products = part.mixed({name: v[name] for name in part.names}, last or self._batches.recompute)
+        total: Derivatives = dict.fromkeys(self._passes.problem.hyperparameters)
+        for number in self._order():
+            products = self._of(number, lambda part: part.mixed(_named(part, v), last))
+            weight = self._batches.weights[number]
             total = {n: graph.plus(sofar, products[n], weight) for n, sofar in total.items()}
         if last:
-            self._parts = []
+            self._held = {}
         return total
 
     def average(self, group: Group, batch: Any) -> None:
-        if len(self._parts) == 1:  # of several, the mean of their curvatures is meant
-            self._parts[0].average(group, batch)
+        if len(self._batches) == 1:  # of several, the mean of their curvatures is meant
+            self._held[0].average(group, batch)
 
     def outputs(self) -> list[Tensor]:
         return self._of_each(lambda part: part.outputs())
 
     def pushed(self, v: Tree) -> list[Tensor]:
-        return self._of_each(lambda part: part.pushed({name: v[name] for name in part.names}))
+        return self._of_each(lambda part: part.pushed(_named(part, v)))
 
     def bends(self, v: Tree) -> Tree:
-        self._bent = list(self._parts)  # `mixed` drops the parts
-        return self._named(lambda part: part.bends({name: v[name] for name in part.names}))
+        # `mixed` drops the parts.
+        self._bent = [] if self._batches.recompute else [self._held[i] for i in range(len(self._batches))]
+        return self._by_name(lambda part: part.bends(_named(part, v)))
 
     def slopes(self, t: float) -> Tree:
-        return self._named(lambda part: part.slopes(t))
+        return self._by_name(lambda part: part.slopes(t))
 
-    def _named(self, tensors: Callable[[Linearisation], Tree]) -> Tree:
+    def _by_name(self, tensors: Callable[[Linearisation], Tree]) -> Tree:
         found: Tree = {}
         for number, part in enumerate(self._bent):
             with self._passes.numbered(number):
                 found |= {f"{name} of batch {number}": x for name, x in tensors(part).items()}
         return found
 
-    def _of_each(self, tensors: Callable[[Linearisation], list[Tensor]]) -> list[Tensor]:
-        found: list[Tensor] = []
-        for number in range(len(self._batches)):
-            with self._part(number) as part:
-                found += tensors(part)
-        return found
+    def _of_each(self, run: Callable[[Linearisation], list[T]]) -> list[T]:
+        return [x for number in range(len(self._batches)) for x in self._of(number, run)]
 
     def _add_product(self, total: Tree, number: int, weight: float, v: Tree) -> Tree:
-        with self._part(number) as part:
-            product = part({name: v[name] for name in part.names})
-        return _add(total, product, weight)
+        return _add(total, self._of(number, lambda part: part(_named(part, v))), weight)
 
-    @contextmanager
-    def _part(self, number: int) -> Iterator[Linearisation]:
+    def _order(self) -> list[int]:
+        """The numbers of the batches, beginning with one that is held."""
+        numbers = list(range(len(self._batches)))
+        return numbers[::-1] if self._batches.recompute and numbers[-1] in self._held else numbers
+
+    def _of(self, number: int, run: Callable[[Linearisation], T]) -> T:
+        """The result of a function of the linearisation of the batch with this number."""
         with self._passes.numbered(number):
-            if self._parts:
-                yield self._parts[number]
-            else:
+            if number not in self._held:
+                if self._batches.recompute:
+                    self._held = {}  # before the next one is made
                 part = self._curvature.linearise(self._passes, self._batches.batches[number])
                 self._details[part.detail] = None
-                yield part
+                self._held[number] = part
+            return run(self._held[number])
+
+
+def _named(part: Linearisation, v: Tree) -> Tree:
+    """The tensors of a vector for the weights of a part."""
+    return {name: v[name] for name in part.names}
 
 
 def _add(total: Tree, product: Tree, weight: float) -> Tree:
