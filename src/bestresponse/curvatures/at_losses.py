@@ -265,17 +265,28 @@ def _may_be_square(node: Any) -> bool:
     return bool(node.name().startswith(("Abs", "LinalgVectorNorm")))
 
 
+class _Joined(torch.autograd.Function):
+    """The loss, with a path of slope s to each output."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, slopes: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.slopes = slopes
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g, None, *(g.to(s) * s for s in ctx.slopes)
+
+
 def _connected(
     loss: Tensor, outputs: Sequence[Tensor], slopes: Sequence[Tensor], bent: Sequence[Tensor] | None
 ) -> Tensor:
     """The value of the loss with the gradient and the whole graph of the training loss, with a bend in the outputs."""
-    parts = []
-    for i, (z, s) in enumerate(zip(outputs, slopes, strict=True)):
+    whole: Tensor = _Joined.apply(loss, list(slopes), *outputs)  # type: ignore[no-untyped-call]
+    for z, where in zip(outputs, bent or [], strict=False):
         change = (z - z.detach()).masked_fill(~z.detach().isfinite(), 0.0)  # masked logits are −∞
-        parts.append((change * s).sum())
-        if bent is not None:
-            parts.append((change.square() * bent[i]).sum())
-    return loss + torch.stack([x.to(loss) for x in parts]).sum()
+        whole = whole + (change.square() * where).sum().to(whole)
+    return whole
 
 
 def _place(number: int) -> str:
