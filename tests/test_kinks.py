@@ -11,6 +11,7 @@ from torch.nn.utils import parameters_to_vector
 
 import bestresponse as br
 import cases
+from bestresponse.curvatures.several_batches import linear_system
 from bestresponse.hyperparameters import WeightDecay, orthant_wise
 
 N, D = 40, 12
@@ -232,6 +233,61 @@ def test_several_batches_decide_together(recompute, curvature):
     alone = br.hypergradient(problem, halves[0], VAL, br.Implicit(br.Exact()))
     whole = br.hypergradient(problem, TRAIN, VAL, br.Implicit(br.Exact()))
     assert alone.solve.detail != whole.solve.detail
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("curvature", [br.Hessian(), br.GaussNewton()])
+@pytest.mark.parametrize("penalised", [0, 1])
+def test_a_penalty_in_one_of_several_batches(recompute, curvature, penalised):
+    """The gradient that holds weights has parts of batches without the penalty."""
+    halves = [(TRAIN[0][i::2], TRAIN[1][i::2]) for i in (0, 1)]
+
+    def train_loss(model, hyper, batch):
+        data = F.mse_loss(model(batch[0]), batch[1])
+        return data + 2 * hyper["log"].exp() * model.w.abs().sum() if batch is halves[penalised] else data
+
+    for rate in (0.15, 0.6):
+        problem = written_problem(WRITTEN["abs"], rate)
+        problem = br.Problem(problem.model, problem.hyper, train_loss, fit)
+        got, _ = total(problem, br.Implicit(br.Exact(), curvature), br.Batches(halves, recompute=recompute))
+        torch.testing.assert_close(got, expected_of(lasso, rate), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("rates", [(0.05, 0.01), (0.01, 0.05), (0.3, 0.3), (2.0, 2.0)])
+@pytest.mark.parametrize("dims", [(1, 0), (0, 1), (1, 1)])
+def test_norms_in_several_batches(dims, rates):
+    """Groups of different kinds stay apart, and rates of equal ones add up, also within one loss."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight[0] = 0.0
+        model.weight[:, 1] = 0.0
+    batches = [
+        (torch.randn(8, 4), torch.randn(8, 3), dim, rate) for dim, rate in zip(dims, rates, strict=True)
+    ]
+
+    def each(model, hyper, batch):
+        x, y, dim, rate = batch
+        return F.mse_loss(model(x), y) + hyper["a"] * rate * model.weight.norm(dim=dim).sum()
+
+    def joint(model, hyper, _):
+        return sum(each(model, hyper, batch) for batch in batches) / 2
+
+    def once(model, hyper, _):
+        data = sum(F.mse_loss(model(x), y) for x, y, *_ in batches) / 2
+        return data + hyper["a"] * sum(rates) / 2 * model.weight.norm(dim=dims[0]).sum()
+
+    found = []
+    losses = [(each, br.Batches(batches)), (joint, None), *([(once, None)] if dims[0] == dims[1] else [])]
+    for loss, batch in losses:
+        problem = br.Problem(
+            model, nn.ParameterDict({"a": torch.ones(())}), loss, lambda m, h, b: m.weight.sum()
+        )
+        with problem.undisturbed(None) as passes:
+            system = linear_system(br.Hessian(), passes, batch)
+            found.append(system.responding({n: torch.ones_like(problem.weights[n]) for n in system.names}))
+    assert all(torch.equal(x, found[0][n]) for other in found[1:] for n, x in other.items())
+    assert bool((found[0]["weight"] == 0).any()) == (max(rates) > 1.0)
 
 
 def test_weights_held_elsewhere():

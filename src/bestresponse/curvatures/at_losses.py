@@ -64,13 +64,14 @@ class AtLosses(Linearisation):
         self._classes = [cut.classes for cut in used]
         # s, and at the same time the point where Jᵀ s is differentiated.
         self._slopes = [s.detach() for s in slopes.values()]
-        nodes = list(graph.nodes(self._outputs))
-        bent = self._bent(list(slopes.values())) if any(map(_may_be_square, nodes)) else None
+        below = list(graph.nodes(self._outputs))
+        bent = self._bent(list(slopes.values())) if any(map(_may_be_square, below)) else None
         whole = _connected(loss, self._outputs, self._slopes, bent)
-        self.reached = graph.leaves(whole) - set(map(id, self._leaves))
+        nodes = [*graph.nodes([whole], until=self._outputs), *below]
+        self.reached = graph.leaves_among(nodes, whole) - set(map(id, self._leaves))
         self.names = reached_weights(problem, self.reached)
-        graph.inspect_loss(whole)
-        self.kinks = kinks.of_loss(problem, whole)
+        graph.inspect_nodes(nodes)
+        self.kinks = kinks.of_loss(problem, whole, nodes)
         warn_of_power_iterations(problem)
         self._weights = [problem.weights[n] for n in self.names]
         self._hyperparameters = problem.hyperparameters
@@ -82,11 +83,11 @@ class AtLosses(Linearisation):
             }
         )
         own = set(map(id, self._hyperparameters.values()))
-        below = {id(node.variable) for node in nodes if hasattr(node, "variable")}
-        self._outputs_depend = bool(own & (below | set(map(id, self._outputs))))
+        read = {id(node.variable) for node in below if hasattr(node, "variable")}
+        self._outputs_depend = bool(own & (read | set(map(id, self._outputs))))
         for s in self._slopes:
             s.requires_grad_()
-        with unread.left_out(self._outputs, all=not self._outputs_depend):
+        with unread.left_out(below, all=not self._outputs_depend):
             pulled = torch.autograd.grad(
                 self._outputs, self._weights, self._slopes, create_graph=True, allow_unused=True
             )

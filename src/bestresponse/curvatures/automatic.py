@@ -63,7 +63,8 @@ class Automatic(Curvature):
 
     def gives_way(self, passes: Passes, batch: Any) -> bool:
         problem = passes.problem
-        first = batch.batches[0] if isinstance(batch, Batches) else batch
-        follows = all(problem.group.gather(finds_outputs(self._gauss_newton, passes, first)))
+        parts = batch.batches if isinstance(batch, Batches) else [batch]
+        found = any(finds_outputs(self._gauss_newton, passes, part) for part in parts)
+        follows = all(problem.group.gather(found))
         problem.remember(self, MethodState(memory={"gauss_newton": follows}))
         return follows

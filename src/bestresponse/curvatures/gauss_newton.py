@@ -91,7 +91,7 @@ class _OuterProduct(SplitLinearisation):
         self._outputs, self._closed = moving, hasattr(loss, "output_hessian")
         self._weigh = output_hessian(loss, outputs, moving, batch)
         self._dummies = [torch.zeros_like(x, requires_grad=True) for x in moving]
-        with self._unread.left_out(moving, all=True):
+        with self._unread.left_out(graph.nodes(moving), all=True):
             pulled = torch.autograd.grad(
                 moving, self.weights, self._dummies, create_graph=True, allow_unused=True
             )

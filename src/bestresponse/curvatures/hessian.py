@@ -46,14 +46,15 @@ class _DoubleBackward(Linearisation):
         unread = Unread()
         with recomputed(alone=not passes.problem.group.averages), unread.noticed():
             loss = passes.train_loss(batch)
-        self.reached = graph.leaves(loss)
+        nodes = list(graph.nodes([loss]))
+        self.reached = graph.leaves_among(nodes, loss)
         self.names = reached_weights(passes.problem, self.reached)
         self._weights = [passes.problem.weights[n] for n in self.names]
         self._hyperparameters = passes.problem.hyperparameters
-        graph.inspect_loss(loss)
-        self.kinks = kinks.of_loss(passes.problem, loss)
+        graph.inspect_nodes(nodes)
+        self.kinks = kinks.of_loss(passes.problem, loss, nodes)
         warn_of_power_iterations(passes.problem)
-        with unread.left_out([loss]):
+        with unread.left_out(nodes):
             gradient = torch.autograd.grad(loss, self._weights, create_graph=True)
         graph.inspect_gradient(gradient)
         self._graph = graph.edges(dict(zip(self.names, gradient, strict=True)))

@@ -9,7 +9,7 @@ weights.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,16 @@ class Kinks:
     rates: Tree = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
 
+    def add(self, group: Group) -> None:
+        """Add a group; rates of equal groups add up."""
+        for number, own in enumerate(self.groups):
+            same = own.members.keys() == group.members.keys()
+            if same and all(torch.equal(m, group.members[n]) for n, m in own.members.items()):
+                rates = {n: r + group.rates[n] for n, r in own.rates.items()}
+                self.groups[number] = Group(own.members, rates)
+                return
+        self.groups.append(group)
+
     def held(self) -> dict[str, Tensor]:
         """The weights that do not respond: masks by name, for the tensors with such weights."""
         beyond = {n: (g.abs() - self.rates[n]).clamp(min=0) for n, g in self.gradient.items()}
@@ -89,23 +99,18 @@ def mean(parts: Iterable[tuple[Kinks, float]]) -> Kinks:
         for into, more in ((total.gradient, part.gradient), (total.rates, part.rates)):
             for name, x in more.items():
                 into[name] = into[name] + weight * x if name in into else weight * x
-        for number, group in enumerate(part.groups):
-            rates = {n: weight * r for n, r in group.rates.items()}
-            if number < len(total.groups) and total.groups[number].rates.keys() == rates.keys():
-                rates = {n: r + total.groups[number].rates[n] for n, r in rates.items()}
-                total.groups[number] = Group(group.members, rates)
-            else:
-                total.groups.append(Group(group.members, rates))
+        for group in part.groups:
+            total.add(Group(group.members, {n: weight * r for n, r in group.rates.items()}))
     return total
 
 
-def of_loss(problem: Problem, loss: Tensor) -> Kinks:
-    """The kinks of a training loss where weights lie, from its graph, which is kept.
+def of_loss(problem: Problem, loss: Tensor, nodes: Sequence[Any] | None = None) -> Kinks:
+    """The kinks of a training loss where weights lie, from its graph, which is kept, and whose nodes may be known.
 
     If there are any, this costs one gradient. It warns if a combination of weights lies on a kink, and raises where
     autograd loses the curvature of a smooth function of an absolute value.
     """
-    nodes = list(graph.nodes([loss]))
+    nodes = list(graph.nodes([loss])) if nodes is None else nodes
     found = [kink for node in nodes if (kink := _kink(problem, node)) is not None]
     zeros = [(node, zero) for node in nodes if (zero := zeros_of(node)) is not None]
     if not (found or zeros):
@@ -130,7 +135,7 @@ def of_loss(problem: Problem, loss: Tensor) -> Kinks:
                 kinks.rates[name] += rate
         else:
             members = {n: x.round().long() for n, x in kink.pulled(problem, kink.groups).items()}
-            kinks.groups.append(Group(members, rates))
+            kinks.add(Group(members, rates))
     _compare(problem, kinks)
     return kinks
 

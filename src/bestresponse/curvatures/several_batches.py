@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from .. import _tree
@@ -50,7 +51,7 @@ class MeanLinearisation(Linearisation):
         self._details: dict[str, None] = {}
         found = self._of_each(lambda part: [(part.reached, part.kinks)])
         self.reached = set().union(*(reached for reached, _ in found))
-        self.kinks = kinks.mean(zip((own for _, own in found), batches.weights, strict=True))
+        self.kinks = self._mean_kinks([own for _, own in found])
         self.names = reached_weights(passes.problem, self.reached)
 
     @property
@@ -123,6 +124,21 @@ class MeanLinearisation(Linearisation):
 
     def slopes(self, t: float) -> Tree:
         return self._by_name(lambda part: part.slopes(t))
+
+    def _mean_kinks(self, found: list[kinks.Kinks]) -> kinks.Kinks:
+        """The kinks of the mean loss, whose gradient also has parts of batches without these kinks."""
+        weights = self._passes.problem.weights
+        names = {n for own in found for n in own.gradient}
+        for number, own in enumerate(found):
+            if not (missing := sorted(names - own.gradient.keys())):
+                continue
+            with self._passes.numbered(number):
+                loss = self._passes.train_loss(self._batches.batches[number])
+            slopes = torch.autograd.grad(loss, [weights[n] for n in missing], allow_unused=True)
+            for name, slope in zip(missing, slopes, strict=True):
+                own.gradient[name] = torch.zeros_like(weights[name]) if slope is None else _tree.dense(slope)
+                own.rates[name] = torch.zeros_like(weights[name])
+        return kinks.mean(zip(found, self._batches.weights, strict=True))
 
     def _by_name(self, tensors: Callable[[Linearisation], Tree]) -> Tree:
         found: Tree = {}

@@ -99,13 +99,12 @@ def _in_form(function: Any, args: Any, named: dict[str, Any], own: Callable[[], 
     begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     outputs, shape = tree_flatten(block.run(copies))
     live = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
-    for i in live:
-        graph.inspect_loss(outputs[i])
+    nodes = list(graph.nodes(outputs[i] for i in live))
+    graph.inspect_nodes(nodes)
+    present().look_at(nodes)
     if any(_of_weights_alone(outputs[i], copies) for i in live):
         random_state.restore(block.random)
         return own()
-    present().look_at(outputs[i] for i in live)
-    nodes = list(graph.nodes(outputs[i] for i in live))
     block.kinked = any(map(graph.is_kinked, nodes))
     block.holds = any(n._sequence_nr() < begin for n in nodes if not hasattr(n, "variable"))
     found = {id(leaf): leaf for i in live for leaf in graph.variables(outputs[i])}

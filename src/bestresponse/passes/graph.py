@@ -1,8 +1,7 @@
 """A walk through an autograd graph: which leaves it reaches, and which nodes lose a second derivative.
 
-Autograd does not raise by itself when a first derivative cannot be differentiated again. With
-``torch.autograd.grad(inputs=...)`` the path through such a node is pruned, and the product is zero or
-too small. So this module searches the graph for nodes that are known to do so.
+Autograd does not raise by itself when a first derivative cannot be differentiated again. It prunes the path through
+such a node, and the product is zero or too small. So this module searches for nodes that are known to do so.
 """
 
 from collections import Counter
@@ -101,6 +100,12 @@ def leaves(loss: Tensor, until: Iterable[Tensor] = ()) -> set[int]:
     return {id(x) for x in variables(loss, until)}
 
 
+def leaves_among(of_loss: Iterable[Any], loss: Tensor) -> set[int]:
+    """`leaves`, from the nodes of the graph."""
+    found = {id(node.variable) for node in of_loss if hasattr(node, "variable")}
+    return found | {id(loss)} if loss.is_leaf else found
+
+
 def variables(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
     """The leaves that a loss depends on."""
     found = [node.variable for node in nodes([loss], until) if hasattr(node, "variable")]
@@ -144,7 +149,12 @@ def _refuse_first(node: Any) -> None:
 
 def inspect_loss(loss: Tensor, until: Iterable[Tensor] = ()) -> None:
     """Raise if the first derivative of a training loss cannot be differentiated."""
-    for node in nodes([loss], until):
+    inspect_nodes(nodes([loss], until))
+
+
+def inspect_nodes(of_loss: Iterable[Any]) -> None:
+    """`inspect_loss`, of the nodes of its graph."""
+    for node in of_loss:
         _refuse_first(node)
         if node.name().startswith("WeightNormInterface"):
             raise second_derivative_error("weight_norm", "torch's second derivative of it is wrong")

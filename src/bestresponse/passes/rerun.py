@@ -95,7 +95,7 @@ def _pulled(
         return [None] * len(wanted)
     values, along = zip(*pairs, strict=True)
     again = unread is not None
-    with nullcontext() if unread is None else unread.left_out(values, only):
+    with nullcontext() if unread is None else unread.left_out(graph.nodes(values), only):
         found = iter(
             torch.autograd.grad(values, live, along, again or function.keep, again, allow_unused=True)
         )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import graph
 from .tensors import Own
 
 _present: ContextVar["Unread | None"] = ContextVar("_present", default=None)
@@ -48,15 +47,15 @@ class Unread:
             _present.reset(token)
 
     @contextmanager
-    def left_out(self, outputs: Iterable[Tensor], all: bool = False) -> Iterator[None]:
-        """Make the graph of the gradient of these outputs.
+    def left_out(self, nodes: Iterable[Any], all: bool = False) -> Iterator[None]:
+        """Make the graph of a gradient.
 
         Args:
-            outputs: results of the run.
+            nodes: those that made what it is the gradient of.
             all: whether it will be differentiated along what goes into it only. In that it is linear, so that no value
                 is needed.
         """
-        self.look_at(outputs)
+        self.look_at(nodes)
         self._now, self._all = not self._kept, all
         try:
             yield
@@ -67,9 +66,9 @@ class Unread:
         """Note that values are needed."""
         self._kept = True
 
-    def look_at(self, outputs: Iterable[Tensor]) -> None:
-        """Note functions of others, and hooks of leaves, in the graph of these."""
-        for node in graph.nodes(outputs):
+    def look_at(self, nodes: Iterable[Any]) -> None:
+        """Note functions of others, and hooks of leaves, among the nodes of a graph."""
+        for node in nodes:
             function = getattr(node, "_forward_cls", None)
             others = function is not None and function.__module__.partition(".")[0] != _OWN
             self._kept |= others or bool(hasattr(node, "variable") and node.variable._backward_hooks)
