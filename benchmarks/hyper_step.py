@@ -4,8 +4,8 @@
 
 Networks whose sources of data have a weight each, trained for a few steps by Adam: GPTs, with and without
 checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
-``pip install transformers peft``. "In pieces": the hyper-step's batches are `Batches` of four pieces, one of whose
-graphs is held at a time. Weight steps and hypergradients take turns in a process of their own for each row;
+``pip install transformers peft``. "In pieces": the hyper-step's batches are `Batches` of three or four pieces,
+one of whose graphs is held at a time. Weight steps and hypergradients take turns in a process of their own for each row;
 times and products are medians of the calls after the first, which verifies. `Implicit()` is measured once it has gone
 over to Gauss-Newton; "before" has how many calls that took, and the longest of them but the first. A method that
 refuses a network (differences of gradients in bfloat16 are mostly rounding) is listed with its error. A weight step is
@@ -108,7 +108,7 @@ NETWORKS = {
     "GPT, 8 × 256 tokens, checkpoints": Network(Checkpointed, LONG),
     "GPT, 8 × 256 tokens, checkpoints, in pieces": Network(Checkpointed, LONG, 4),
     "adapters, 8 × 128 tokens": Network(Adapters, LORA),
-    "adapters, 8 × 128 tokens, in pieces": Network(Adapters, LORA, 4),
+    "adapters, 8 × 128 tokens, in pieces": Network(Adapters, LORA, 3),
     "adapters, 8 × 128 tokens, checkpoints": Network(CheckpointedAdapters, LORA),
     "adapters, 8 × 128 tokens, checkpoints, in pieces": Network(CheckpointedAdapters, LORA, 4),
 }
@@ -150,7 +150,10 @@ class Training(Work):
 
     def divided(self, batch: Tensor) -> Any:
         """The batch, or its pieces."""
-        return batch if self.pieces == 1 else br.Batches(batch.chunk(self.pieces), recompute=True)
+        pieces = batch.chunk(self.pieces)
+        return (
+            batch if self.pieces == 1 else br.Batches(pieces, weights=list(map(len, pieces)), recompute=True)
+        )
 
     def conjugate(self, steps: int, curvature: br.curvatures.Curvature) -> br.Method:
         """Conjugate gradient of exactly so many steps, and the product of a warm start."""

@@ -311,8 +311,10 @@ def test_influence_does_not_depend_on_earlier_calls():
 def test_batches_of_both_kinds_are_noted():
     torch.manual_seed(1)
     sometimes = lambda o, y: F.cross_entropy(o, y) if len(y) == 24 else by_hand(o, y)  # noqa: E731
-    for recompute in (False, True):
-        batches = br.Batches([classes(), classes(20)], weights=[24, 20], recompute=recompute)
+    pieces = [(24, classes()), (20, classes(20))]
+    for recompute, order in ((False, 1), (True, 1), (True, -1)):
+        sizes, given = zip(*pieces[::order], strict=True)
+        batches = br.Batches(given, weights=sizes, recompute=recompute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             h = br.hypergradient(problem_of(sometimes), batches, classes(), br.Implicit())

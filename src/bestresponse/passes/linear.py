@@ -48,11 +48,19 @@ class _Linear(torch.autograd.Function):
         x, w = saved
         of_x, of_w, of_bias = ctx.needs_input_grad[:3]
         all, without = ctx.unread.of_all, ctx.unread.of_weights and ctx.ends
+        g = g.reshape(-1, len(w))
         return (
-            (_OfInput.apply(g, (w,)) if all else g @ w) if of_x else None,  # type: ignore[no-untyped-call]
-            _of_weights(g, x, without or all) if of_w else None,
-            g.reshape(-1, g.shape[-1]).sum(0) if of_bias else None,
+            _of_input(g, w, all).reshape(x.shape) if of_x else None,
+            _of_weights(g, x.reshape(-1, w.shape[1]), without or all) if of_w else None,
+            g.sum(0) if of_bias else None,
         )
+
+
+def _of_input(g: Tensor, w: Tensor, without: bool) -> Tensor:
+    if not without:
+        return g @ w
+    value: Tensor = _OfInput.apply(g, (w,))  # type: ignore[no-untyped-call]
+    return value
 
 
 class _OfInput(torch.autograd.Function):
@@ -61,7 +69,7 @@ class _OfInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, g: Tensor, box: tuple[Tensor]) -> Tensor:
         ctx.save_for_backward(*box)
-        return nothing(g, (*g.shape[:-1], box[0].shape[1]))
+        return nothing(g, (len(g), box[0].shape[1]))
 
     @staticmethod
     @unseen
@@ -85,7 +93,6 @@ class _OfWeights(torch.autograd.Function):
 
 
 def _of_weights(g: Tensor, x: Tensor, without: bool) -> Tensor:
-    g, x = (t.reshape(-1, t.shape[-1]) for t in (g, x))
     if not plain([g, x]):
         return g.mT @ x
     value: Tensor = _OfWeights.apply(g, x, without)  # type: ignore[no-untyped-call]
