@@ -4,13 +4,13 @@
 
 Networks whose sources of data have a weight each, trained for a few steps by Adam: GPTs, with and without
 checkpoints around their blocks, and adapters (LoRA) of a frozen Llama in bfloat16 with random weights, which needs
-``pip install transformers peft``. "In pieces": the hyper-step's batches are `Batches` of three or four pieces,
-one of whose graphs is held at a time. Weight steps and hypergradients take turns in a process of their own for each row;
+``pip install transformers peft``. "In pieces": the hyper-step's batches are `Batches` of three or four pieces, one of
+whose graphs is held at a time. Weight steps and hypergradients take turns in a process of their own for each row;
 times and products are medians of the calls after the first, which verifies. `Implicit()` is measured once it has gone
 over to Gauss-Newton; "before" has how many calls that took, and the longest of them but the first. A method that
-refuses a network (differences of gradients in bfloat16 are mostly rounding) is listed with its error. A weight step is
-a training gradient and Adam's step. Memory is the peak of another process above its memory with the network and all
-libraries loaded, where freed memory returns to the system (MALLOC_MMAP_THRESHOLD_).
+refuses a network is listed with its error. A weight step is a training gradient and Adam's step. Memory is the peak of
+another process above its memory with the network and all libraries loaded, where freed memory returns to the system
+(MALLOC_MMAP_THRESHOLD_).
 
 prints one table, and writes hyper_step.json into --out.
 
@@ -113,7 +113,6 @@ NETWORKS = {
     "adapters, 8 × 128 tokens, checkpoints, in pieces": Network(CheckpointedAdapters, LORA, 4),
 }
 OWN = "Implicit()"
-# The others have fixed numbers of products.
 METHODS: dict[str, Callable[["Training"], br.Method]] = {
     OWN: lambda _: br.Implicit(),
     "GaussNewton, 4 steps": lambda t: t.conjugate(4, br.GaussNewton()),
