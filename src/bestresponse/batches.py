@@ -28,7 +28,8 @@ class Batches:
             differ in size. Pass the sizes then (the numbers of targets that count, if a loss ignores some).
         recompute: whether the curvature keeps the graphs of all batches (False: the memory of the one large
             batch) or rebuilds the graph of one at a time for each product (True: the memory of one
-            batch, at the cost of one more training gradient for each product).
+            batch, at the cost of up to a training gradient more for each product: the last batch of a product is the
+            first of the next, and with `GaussNewton` the graph costs little more than a forward pass).
 
     Attributes:
         weights: c.
