@@ -42,8 +42,8 @@ class Passes(Generic[P]):
     fit into 256 MiB together are not restored; a warning names them if they changed. A pass that changes a weight or
     a hyperparameter is an error. Embeddings have dense gradients.
 
-    For second derivatives, recurrent layers run by plain operations, and attention, convolutions, norms and large linear
-    layers in forms of their own, since torch's backward of them has no derivative, a wrong one or a slow one. For first
+    For second derivatives, recurrent layers run by plain operations, and attention, convolutions, norms and large
+    linear layers in their own forms, since torch's backward has no derivative, a wrong one or a slow one. For first
     derivatives, recurrent layers in eval mode run without cuDNN, which refuses them.
 
     Attributes:
