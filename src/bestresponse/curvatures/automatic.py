@@ -64,7 +64,9 @@ class Automatic(Curvature):
     def gives_way(self, passes: Passes, batch: Any) -> bool:
         problem = passes.problem
         parts = batch.batches if isinstance(batch, Batches) else [batch]
-        found = [finds_outputs(self._gauss_newton, passes, part) for part in parts]  # as many passes on each rank
+        found = [
+            finds_outputs(self._gauss_newton, passes, part) for part in parts
+        ]  # as many passes on each rank
         follows = all(problem.group.gather(any(found)))
         problem.remember(self, MethodState(memory={"gauss_newton": follows}))
         return follows
