@@ -55,6 +55,10 @@ class Linearisation(ABC):
         """∂L_T/∂w, once and before any product, if the linearisation has it at hand; else None."""
         return None
 
+    def covered(self, v: Mapping[str, Tensor]) -> Tree:
+        """The tensors of ``v`` for the weights in `names`."""
+        return {n: v[n] for n in self.names}
+
     def responding(self, v: Tree) -> Tree:
         """``v`` with zeros for the weights that a kink holds; they are in `names` but do not respond."""
         return v

@@ -48,7 +48,7 @@ class OverRanks(Linearisation):
 
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         def own() -> list[Tensor | None]:
-            products = self._own.mixed(self._known(v), last)
+            products = self._own.mixed(self._own.covered(v), last)
             return [products[n] for n in self._hyperparameters]
 
         found = self._group.mean(own, list(self._hyperparameters.values()), self._batch)
@@ -56,7 +56,7 @@ class OverRanks(Linearisation):
 
     def _mean(self, product: Callable[[Tree], Tree], v: Tree) -> Tree:
         def own() -> list[Tensor | None]:
-            products = product(self._known(v))
+            products = product(self._own.covered(v))
             return [products.get(n) for n in self.names]
 
         found = self._group.mean(own, self._weights, self._batch)
@@ -64,10 +64,6 @@ class OverRanks(Linearisation):
             n: torch.zeros_like(w) if x is None else x
             for n, w, x in zip(self.names, self._weights, found, strict=True)
         }
-
-    def _known(self, v: Tree) -> Tree:
-        """The part of a vector that the training loss of this rank reaches."""
-        return {n: v[n] for n in self._own.names}
 
 
 def _filled(tensors: list[Tensor | None]) -> list[Tensor]:

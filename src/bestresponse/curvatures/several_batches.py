@@ -70,7 +70,7 @@ class MeanLinearisation(Linearisation):
         mixed: Derivatives | None = dict.fromkeys(self._passes.problem.hyperparameters)
 
         def add(part: Linearisation) -> Derivatives | None:
-            own = _named(part, v)
+            own = part.covered(v)
             product, found = (None if mixed is None else part.with_mixed(own)) or (part(own), None)
             _add(total, product, weight)
             return found
@@ -100,7 +100,7 @@ class MeanLinearisation(Linearisation):
     def mixed(self, v: Tree, last: bool = True) -> dict[str, Tensor | None]:
         total: Derivatives = dict.fromkeys(self._passes.problem.hyperparameters)
         for number in self._order():
-            products = self._of(number, lambda part: part.mixed(_named(part, v), last))
+            products = self._of(number, lambda part: part.mixed(part.covered(v), last))
             weight = self._batches.weights[number]
             total = {n: graph.plus(sofar, products[n], weight) for n, sofar in total.items()}
         if last:
@@ -115,12 +115,12 @@ class MeanLinearisation(Linearisation):
         return self._of_each(lambda part: part.outputs())
 
     def pushed(self, v: Tree) -> list[Tensor]:
-        return self._of_each(lambda part: part.pushed(_named(part, v)))
+        return self._of_each(lambda part: part.pushed(part.covered(v)))
 
     def bends(self, v: Tree) -> Tree:
         # `mixed` drops the parts.
         self._bent = [] if self._batches.recompute else [self._held[i] for i in range(len(self._batches))]
-        return self._by_name(lambda part: part.bends(_named(part, v)))
+        return self._by_name(lambda part: part.bends(part.covered(v)))
 
     def slopes(self, t: float) -> Tree:
         return self._by_name(lambda part: part.slopes(t))
@@ -151,7 +151,7 @@ class MeanLinearisation(Linearisation):
         return [x for number in range(len(self._batches)) for x in self._of(number, run)]
 
     def _add_product(self, total: Tree, number: int, weight: float, v: Tree) -> Tree:
-        return _add(total, self._of(number, lambda part: part(_named(part, v))), weight)
+        return _add(total, self._of(number, lambda part: part(part.covered(v))), weight)
 
     def _order(self) -> list[int]:
         """The numbers of the batches, beginning with one that is held."""
@@ -168,11 +168,6 @@ class MeanLinearisation(Linearisation):
                 self._details[part.detail] = None
                 self._held[number] = part
             return run(self._held[number])
-
-
-def _named(part: Linearisation, v: Tree) -> Tree:
-    """The tensors of a vector for the weights of a part."""
-    return {name: v[name] for name in part.names}
 
 
 def _add(total: Tree, product: Tree, weight: float) -> Tree:

@@ -72,7 +72,7 @@ def examine(bench: Bench) -> Spectrum:
         loss = passes.train_loss(bench.train)
         slopes = gradient(loss, problem.weights)
         system = linear_system(curvature, passes, bench.train)
-        g = system.responding({n: slopes[n] for n in system.names})
+        g = system.responding(system.covered(slopes))
         free = _tree.flatten(system.responding({n: torch.ones_like(x) for n, x in g.items()})).bool()
         if not bool(free.any()):
             raise EvaluationError(

@@ -141,7 +141,7 @@ class _Found:
             )
         self._seen[entry] = True
         # A weight that the system lacks does not respond.
-        solution = solves.solve({n: slope[n] for n in solves.system.names})
+        solution = solves.solve(solves.system.covered(slope))
         self._scores[entry] -= factor * _tree.dot({n: slope[n] for n in solution.x}, solution.x)
         self._solves += 1
         report = solution.report
@@ -192,7 +192,7 @@ def _entries(passes: Passes, curvature: Curvature, batch: Any, name: str) -> lis
     system = curvature.linearise(passes, batch)
     generator = torch.Generator().manual_seed(0)
     # A random vector is orthogonal to no slope.
-    weights = {n: passes.problem.weights[n] for n in system.names}
+    weights = system.covered(passes.problem.weights)
     v = {n: torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device) for n, w in weights.items()}
     product = system.mixed(v)[name]
     if product is None:

@@ -43,7 +43,7 @@ class Solves:
     def solve(self, gradient: Tree) -> Solution:
         """A⁻¹ b for a gradient b with an entry for each weight of the system."""
         system = self.system
-        b = system.responding({n: gradient[n] for n in system.names})
+        b = system.responding(system.covered(gradient))
         with paused() as resumed:
             products = system.in_turn(0) if self._solver.wants.fresh_batches else system
             solution = self._solver.solve(resumed(products), b, memory=self._memory, **self._supplied)

@@ -109,7 +109,7 @@ class Implicit(CurvatureMethod):
         singular = ""
         if self.twice and (solution.report.status is Status.NOT_FINITE or not math.isfinite(size)):
             _, again, _ = validation_gradient(passes, val_batch, Reading(passes, train_batch))
-            singular = singular_operation(passes, train_batch, {n: again[n] for n in system.names})
+            singular = singular_operation(passes, train_batch, system.covered(again))
         report = replace(
             solution.report,
             status=self._status(solution.report),
@@ -154,7 +154,7 @@ class Implicit(CurvatureMethod):
         while True:
             system: Linearisation = resumed(linear_system)(self.curvature, passes, batch)
             refuse_unreached(passes.problem, direct, system.reached)
-            b = system.responding({n: gradient[n] for n in system.names})
+            b = system.responding(system.covered(gradient))
             products = ByProducts(system)
             solution = self._solve(passes, batch, products, b, resumed)
             spent += solution.report.products

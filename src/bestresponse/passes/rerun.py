@@ -82,8 +82,8 @@ def _pulled(
     unread: Unread | None = None,
     only: bool = False,
 ) -> list[Tensor | None]:
-    """The gradient, or with ``unread`` its graph: along ``g`` only, or along all tensors."""
-    # A graph may be differentiated along all tensors.
+    """The gradient; with ``unread`` its graph, with ``only`` one that is right along ``g`` alone."""
+    # A graph may be differentiated further along all tensors.
     linear = unread is None and function.linear > 0 and not any(wanted[function.linear :])
     with nullcontext() if unread is None else unread.noticed():
         outputs = function.outputs(arguments, linear)

@@ -20,8 +20,8 @@ _OWN = __name__.partition(".")[0]
 class Unread:
     """The values of a gradient that are left out while its graph is made.
 
-    None are left out where hooks or functions of others may read them, or take them further in a way that is not
-    linear: they clip gradients.
+    All are computed if the graph has hooks or functions of others: these may read values, or may not be linear, such as
+    those that clip gradients.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def present() -> Unread:
 
 
 def may_hook(own: Own, *given: Any) -> Any:
-    """The form of ``torch.Tensor.register_hook``, and of a read of ``grad_fn``, which has hooks too."""
+    """The form of ``torch.Tensor.register_hook``, and of a read of ``grad_fn``, a node that takes hooks too."""
     present().keep()
     return own()
 

@@ -153,10 +153,10 @@ def _is_derivative_of_field(trial: Trial, curvature: Curvature, products: bool) 
     with problem.undisturbed(trial.seed) as passes, Line(weights, v) as base:
         base.to(NEAR)
         system = linearised(curvature, passes, trial.train)
-        u, v = {n: u[n] for n in system.names}, {n: v[n] for n in system.names}
+        u, v = system.covered(u), system.covered(v)
         of_u, of_v = (system(u), system(v)) if products else (u, v)
         mixed = {n: x for n, x in system.mixed(v).items() if x is not None}
-        reached = {n: weights[n] for n in system.names}
+        reached = system.covered(weights)
 
         def agrees(claimed: float, x: Tree, tensors: Mapping[str, Tensor], along: Tree) -> bool:
             with Line(tensors, along) as line:

@@ -112,7 +112,7 @@ class SecondDerivatives(Claim):
         if not trial.exact and has_kinks(passes.train_loss(trial.train)):
             return Verdict("unclear")
         system = linearised(self.curvature, passes, trial.train)
-        v = {n: v[n] for n in system.names}
+        v = system.covered(v)
         claimed: Tree = {}
         outputs: Tree = {}
         bends: Tree = {}
